@@ -151,8 +151,8 @@ RECURRENT: dict[str, Contract] = {
         cost=Cost({"place": "context", "chunk": 4, "persistent": 3}, lambda: LAYERS * titans_context(4, 3)),
     ),
     "titans/layer": Contract(
-        options={"place": "layer", "chunk": 4},
-        bytes_per_row=lambda d: 2 * (2 * 4 * (d // 2) ** 2) + 8,
+        options={"place": "layer", "chunk": 4, "window": 3},
+        bytes_per_row=lambda d: 2 * (2 * 4 * (d // 2) ** 2) + 8 + 4 * 2 * (2 * d + 2),
         exempt={"empty": READS_ITS_OWN},
         cost=Cost({"place": "layer", "chunk": 4}, lambda: LAYERS * titans(4)),
     ),
@@ -187,7 +187,7 @@ RECURRENT: dict[str, Contract] = {
         cost=Cost({"slots": K}, lambda: LAYERS * (2 * D * D / H + D + caching(D * D / H + D))),
     ),
     "memory_caching/residual": Contract(
-        options={"slots": 2, "read": "residual", "start": "restart", "over": {"name": "infini", "update": "delta"}},
+        options={"slots": 2, "read": "residual", "start": "restart", "keep": "powers"},
         bytes_per_row=lambda d: 4 * (d * d // 2 + d) + 8 + 2 * 4 * (d * d // 2 + d) + 8,
         cost=Cost({"slots": K, "read": "residual"}, lambda: LAYERS * (1 + K) * (D * D / H + D) + LAYERS * D * D / H),
     ),

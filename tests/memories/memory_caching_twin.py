@@ -146,6 +146,7 @@ def slowly(layer: SelfAttention, segments: list[Tensor], padding: list[Tensor]) 
         below: Any = SLOW[type(memory.over)](layer, memory.over)
         states = [below.begin(g) for g in range(below.groups)]
         kept: list[tuple[list[Any], list[Tensor]]] = []  # the states and mean keys of each group, newest last
+        counts: list[int] = []  # of segments in each of them, where they are merged
         for index, (x_BND, hidden_BN) in enumerate(zip(segments, padding, strict=True)):
             places = [n for n in range(x_BND.shape[1]) if not hidden_BN[row, n]]
             xs = [x_BND[row, n] for n in places]
@@ -163,9 +164,22 @@ def slowly(layer: SelfAttention, segments: list[Tensor], padding: list[Tensor]) 
                 outs[index][row, n] = layer.output(torch.cat(y))
             ends = [after for _, after in now]
             kept.append((ends, [torch.stack(k).mean(0) for k in keys]))
+            if memory.merges:
+                _carry_over(kept, counts, memory.slots)
             kept = kept[len(kept) - memory.slots :] if memory.slots < len(kept) else kept
             states = [below.begin(g) for g in range(below.groups)] if memory.restarts else ends
     return outs
+
+
+def _carry_over(kept: list[tuple[list[Any], list[Tensor]]], counts: list[int], slots: int) -> None:
+    """Merge equal numbers of segments, newest first; the largest number takes up all that comes."""
+    counts.append(1)
+    while len(kept) > 1 and min(counts[-2], 2 ** (slots - 1)) == counts[-1]:
+        (states, means), (others, other_means) = kept.pop(), kept.pop()
+        m, n = counts.pop(), counts.pop()
+        merged = [tuple(a + b for a, b in zip(*pair, strict=True)) for pair in zip(states, others, strict=True)]
+        kept.append((merged, [(m * a + n * b) / (m + n) for a, b in zip(means, other_means, strict=True)]))
+        counts.append(m + n)
 
 
 def _mixed(memory: MemoryCaching, below: Any, x_D: Tensor, g: int, others: list[Any], own: Any) -> Tensor:

@@ -28,7 +28,8 @@ from torch.nn import functional as F
 
 from cached_transformers import state as states
 from cached_transformers.interfaces.memory import ProjectKV, Query, Reading, Trace
-from cached_transformers.memories.lact import LaCT, LaCTState, Nets, apply, descent, newton_schulz, rows_like
+from cached_transformers.memories.lact import NEWTON_SCHULZ, LaCT, LaCTState, Nets, apply, descent, rows_like
+from cached_transformers.memories.parts.fast_weights import newton_schulz
 
 
 def layer(**options: Any) -> LaCT:
@@ -133,7 +134,7 @@ class SlowLaCT(SlowMemory):
                 steps = [s + share * p[row, net] for s, p in zip(steps, state.momentum, strict=True)]
             momentum = steps
         if fast.muon:
-            steps = [newton_schulz(s) for s in steps]
+            steps = [newton_schulz(s, NEWTON_SCHULZ) for s in steps]
         if fast.normed_when_read:
             before = initial if empty else [t[row, net] for t in state.weights]
             return [w + s for w, s in zip(before, steps, strict=True)], momentum
@@ -174,7 +175,7 @@ def test_chunks_read_and_write_as_the_released_function_does(shared: Path, tag: 
             share = keeping.mean(1, keepdim=True)
             steps = momentum = Nets(*(g + share * p for g, p in zip(steps, momentum, strict=True)))
         if "muon" in tag:
-            steps = Nets(*map(newton_schulz, steps))
+            steps = Nets(*(newton_schulz(t, NEWTON_SCHULZ) for t in steps))
         sums = Nets(*(w + s for w, s in zip(sums if kept == "prenorm_out" else nets, steps, strict=True)))
         nets = Nets(*map(rows_like, sums, initial))
     torch.testing.assert_close(torch.cat(outs, 1), given[f"{tag}/{kept}"], rtol=0, atol=1e-12)
@@ -183,10 +184,10 @@ def test_chunks_read_and_write_as_the_released_function_does(shared: Path, tag: 
 @pytest.mark.device
 def test_newton_schulz_gives_recorded_values(shared: Path) -> None:
     given = np.load(shared / "golden/recurrent/lact.npz")
-    got = newton_schulz(torch.tensor(given["newton_schulz/in"]))
+    got = newton_schulz(torch.tensor(given["newton_schulz/in"]), NEWTON_SCHULZ)
     torch.testing.assert_close(got, torch.tensor(given["newton_schulz/out"]), rtol=0, atol=1e-12)
     assert (torch.linalg.svdvals(got) - 1).abs().max() < 0.3
-    assert torch.equal(newton_schulz(torch.zeros(3, 4)), torch.zeros(3, 4))
+    assert torch.equal(newton_schulz(torch.zeros(3, 4), NEWTON_SCHULZ), torch.zeros(3, 4))
 
 
 def drive(tokens: int, dtype: torch.dtype, seed: int, segment: int, **options: Any) -> None:

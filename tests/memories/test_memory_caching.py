@@ -17,10 +17,19 @@ from memories.harness import HEADS, WIDTH, agree, inputs, run_layer
 from memories.memory_caching_twin import slowly
 from torch import Tensor
 
+from cached_transformers.interfaces.incremental import needs_whole_segments
 from cached_transformers.interfaces.memory import Query
 from cached_transformers.layers.attention import SelfAttention
 from cached_transformers.memories import create_memory
-from cached_transformers.memories.memory_caching import MemoryCaching, gates, running_means, snapshot_memories
+from cached_transformers.memories.memory_caching import (
+    CachedStates,
+    MemoryCaching,
+    digits,
+    gates,
+    merged,
+    running_means,
+    snapshot_memories,
+)
 from cached_transformers.memories.parts.recurrent import Recurrent, mix
 from cached_transformers.registry import MEMORIES
 
@@ -142,6 +151,49 @@ def test_it_is_its_slow_twin_with_gradients(over: dict[str, Any], start: str, re
     agree([torch.stack(got)], [flat], leaves, atol=1e-9, grads=1e-8, rtol=1e-6, least=1e-6)
 
 
+@pytest.mark.parametrize("read", ["residual", "gated", "sparse"])
+@pytest.mark.parametrize("slots", [2, 4])
+def test_sums_of_segments_are_those_of_a_slow_counter_with_gradients(read: str, slots: int) -> None:
+    layer = layer_of(caching(INFINI, slots=slots, read=read, start="restart", topk=2, keep="powers"), wild=0.2)
+    given = [x.requires_grad_() for x in inputs(*[2, 3, 2, 3, 2] * 2)]
+    padding = hidden(given)
+    wanted, (outs, (*_, state), _) = slowly(layer, given, padding), run_layer(layer, given, padding)
+    got = [y[place] for y, by_place in zip(outs, wanted, strict=True) for place in by_place]
+    leaves = {**dict(layer.named_parameters()), **{f"x{i}": x for i, x in enumerate(given)}}
+    flat = torch.stack([y for by_place in wanted for y in by_place.values()])
+    agree([torch.stack(got)], [flat], leaves, atol=1e-9, grads=1e-8, rtol=1e-6, least=1e-6)
+    assert state.segments_B.tolist() == [9, 9]
+
+
+def test_sums_of_powers_of_two_segments_are_all_that_was_written() -> None:
+    given = inputs(3, 4, 2, 3, 3, 2, 3)
+    plain = run_layer(layer_of(INFINI), given)[0]
+    summed = run_layer(layer_of(caching(INFINI, slots=2, read="residual", start="restart", keep="powers")), given)[0]
+    torch.testing.assert_close(summed, plain, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("slots", "name"), [(4, "segment_out"), (3, "segment_out"), (2, "all_one_out"), (1, "all_one_out")]
+)
+def test_recorded_sums_of_log_linear_attention(shared: Path, slots: int, name: str) -> None:
+    """A token reads its own segment, up to itself, at level 0, and the sum in slot l at level l + 1."""
+    golden = {k: torch.tensor(v) for k, v in np.load(shared / "golden/2026/log_linear.npz").items()}
+    q, k, v, scales = (golden[name].transpose(1, 2) for name in ("q", "k", "v", "segment_level_scales"))
+    scales = torch.ones_like(scales) if name == "all_one_out" else scales
+    size, rows, outs = int(golden["segment"]), len(q), []
+    mean_BGK, wrote_B = q.new_zeros(rows, 2, 4), torch.ones(rows, dtype=torch.bool)
+    state = CachedStates((), q.new_zeros(rows, slots, 2, 4, 3), q.new_zeros(rows, slots, 2, 4), 0 * wrote_B.long())
+    for index, start in enumerate(range(0, q.shape[2], size)):
+        levels = set(golden["segment_level_map"][index, :index].tolist())
+        assert slots < 3 or {int(i) + 1 for i in digits(state.segments_B, slots)[0].nonzero()} == levels
+        q_BHNK, k_BHNK, v_BHNV, scales_BHNL = (t[:, :, start : start + size] for t in (q, k, v, scales))
+        read = (q_BHNK[:, None] @ state.snapshots_BS) * scales_BHNL[..., 1 : slots + 1].movedim(-1, 1)[..., None]
+        outs.append((q_BHNK @ k_BHNK.mT).tril() @ v_BHNV * scales_BHNL[..., :1] + read.sum(1))
+        snapshots_BS, contexts_BSGK = merged(state, k_BHNK.mT @ v_BHNV, mean_BGK, wrote_B)
+        state = CachedStates((), snapshots_BS, contexts_BSGK, state.segments_B + 1)
+    torch.testing.assert_close(torch.cat(outs, 2).transpose(1, 2), golden[name], rtol=0, atol=1e-12)
+
+
 @over_each
 @pytest.mark.parametrize("start", STARTS)
 @pytest.mark.parametrize("read", READS)
@@ -206,6 +258,9 @@ WRONG = [
     ({"over": ["infini", "titans"]}, r"several"),
     ({"slots": -1}, r"slots=-1 must not be negative; slots=0 keeps no snapshot"),
     ({"facts": {}}, r"facts="),
+    ({"keep": "powers"}, r"keep='powers' .*start='checkpoint'.*take .*start='restart'"),
+    ({"keep": "powers", "start": "restart", "over": TITANS}, r"keep='powers' .*over={'name': 'titans'.*over='infini'"),
+    ({"keep": "powers", "start": "restart", "slots": 0}, r"keep='powers' .*slots=0"),
 ]
 
 
@@ -219,6 +274,7 @@ def test_a_memory_of_yours_below_answers_and_hears_the_model(monkeypatch: pytest
     MEMORIES.register("unmixed")(Unmixed)
     assert snapshot_memories() == ["infini", "titans", "ttt", "unmixed"]
     assert isinstance(MemoryCaching(WIDTH, HEADS, over="unmixed").over, Unmixed)
+    assert needs_whole_segments(MemoryCaching(WIDTH, HEADS, over={"name": "titans", "window": 2})) is not None
     refuses(r"read='soup'.*read='gated'", MemoryCaching, WIDTH, HEADS, over="unmixed", read="soup")
     memory: Any = create_memory(caching({"name": "titans", "preset": "long"}), WIDTH, HEADS, causal=False)
     assert memory.over.gates == "stretched" and memory.over.causal is False

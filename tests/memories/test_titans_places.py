@@ -44,6 +44,8 @@ PLACED = [
     {"place": "layer", "chunk": 2},
     {"place": "layer", "mix": "alone", "layers": 2, "expansion": 2, "nets": 4},
     {"mix": "alone", "chunk": 3},
+    {"window": 3, "chunk": 2},
+    {"window": 4, "chunk": 2, "orthogonal": True, "place": "context", "gates": "stretched"},
 ]
 
 
@@ -96,7 +98,7 @@ def test_tokens_of_a_model_memory_read_and_write_nothing() -> None:
 def test_half_is_forgotten_after_its_half_life(gates: str) -> None:
     memory = Titans(WIDTH, HEADS, half_life=64, gates=gates).double()  # type: ignore[arg-type]
     nn.init.zeros_(memory.gate.weight)
-    kept = 1 - memory._gates(torch.randn(1, 64, WIDTH, dtype=torch.float64), None).alpha_BGN
+    kept = 1 - memory._gates(torch.randn(1, 64, WIDTH, dtype=torch.float64), None)[0].alpha_BGN
     torch.testing.assert_close(kept.prod(-1), torch.full_like(kept[..., 0], 0.5), rtol=1e-6, atol=0)
 
 

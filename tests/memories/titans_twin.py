@@ -5,6 +5,7 @@ Legend: B rows, G nets, N tokens, K width of a net, P numbers of a net, H heads,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.nn import functional as F
 from cached_transformers.interfaces.memory import Context, ProjectKV, Query, Reading, Trace
 from cached_transformers.memories.parts.fast_weights import FastState
 from cached_transformers.memories.titans.neural_memory import NeuralMemory
-from cached_transformers.memories.titans.titans import Titans
+from cached_transformers.memories.titans.titans import Titans, WindowedState
 
 
 def slow_net(weights: list[Tensor], x_K: Tensor, activation: str) -> Tensor:
@@ -43,29 +44,47 @@ def cut(memory: NeuralMemory, flat_P: Tensor) -> list[Tensor]:
     return [t[0, 0] for t in memory.matrices(flat_P[None, None])]
 
 
+def orthogonalised(t_IO: Tensor) -> Tensor:
+    """Five steps of Newton and Schulz, in the form of Muon."""
+    x = t_IO / (t_IO.square().sum().sqrt() + 1e-7)
+    for _ in range(5):
+        x = 3.4445 * x - 4.7750 * x @ x.T @ x + 2.0315 * x @ x.T @ x @ x.T @ x
+    return x
+
+
 def slow_learn(
     memory: NeuralMemory,
     weights_P: Tensor,
     momentum_P: Tensor,
     tokens: list[tuple[Tensor, ...]],
     within: list[Tensor] | None = None,
+    before: Sequence[tuple[Tensor, ...]] = (),
 ) -> tuple[list[Tensor], Tensor, Tensor]:
     """What one net gives for each token (q, k, v, theta, alpha, 1 - eta), and its weights and momentum behind them.
 
-    Its weights behind each token are appended to `within`.
+    Its weights behind each token are appended to `within`. With a window or `orthogonal` a token also has its gamma;
+    `before` are key, value and gamma of tokens of earlier segments.
     """
-    W, S, outputs = cut(memory, weights_P), cut(memory, momentum_P), []
+    W, S, outputs, recent, thetas = cut(memory, weights_P), cut(memory, momentum_P), [], list(before), []
     base = W
-    for t, (q, k, v, theta, alpha, damping) in enumerate(tokens):
+    for t, (q, k, v, theta, alpha, damping, *gamma) in enumerate(tokens):
         if t % memory.chunk == 0:
             limited = [_limited(m, memory.limit) for m in W]
             W = base = [m if m.requires_grad else m.clone().requires_grad_() for m in limited]
+            thetas = []
+        recent = [*recent, (k, v, *(gamma or [torch.ones_like(theta)]))][-memory.window :]
         with torch.enable_grad():
-            loss = _loss(slow_net(base, k, memory.activation) - v, memory)
-            gradients = torch.autograd.grad(loss, base, create_graph=True, allow_unused=True)
-        S = [(1 - damping) * s - theta * g for s, g in zip(S, gradients, strict=True)]
-        W = [(1 - alpha) * w + s for w, s in zip(W, S, strict=True)]
+            losses = [g * _loss(slow_net(base, k, memory.activation) - v, memory) for k, v, g in recent]
+            gradients = torch.autograd.grad(sum(losses), base, create_graph=True, allow_unused=True)
+        thetas.append(theta)
+        by = torch.ones_like(theta) if memory.orthogonal else theta
+        S = [(1 - damping) * s - by * g for s, g in zip(S, gradients, strict=True)]
+        W = [(1 - alpha) * w for w in W]
+        if not memory.orthogonal:
+            W = [w + s for w, s in zip(W, S, strict=True)]
         outputs.append(slow_net(W, q, memory.activation))
+        if memory.orthogonal and (t + 1 == len(tokens) or len(thetas) == memory.chunk):
+            W = [w + torch.stack(thetas).mean() * orthogonalised(s) for w, s in zip(W, S, strict=True)]
         if within is not None:
             within.append(torch.cat([m.flatten() for m in W]))
     return outputs, *(torch.cat([m.flatten() for m in matrices]) for matrices in (W, S))
@@ -82,15 +101,24 @@ class SlowTitans(SlowMemory):
             return initial_P, torch.zeros_like(initial_P)
         return state.weights_BGP[row, net], state.sums_BGP[row, net]
 
+    def _before(self, state: Any, row: int, net: int) -> list[tuple[Tensor, ...]]:
+        """Key, value and gamma of the last tokens of earlier segments."""
+        if self.fast.net.window == 1:
+            return []
+        width = self.fast.key_width
+        there = min(int(state.tokens_B[row]), self.fast.net.window - 1)
+        tokens = state.recent_BGMF[row, net].flip(0)[:there].flip(0)
+        return [(t[:width], t[width:-1], t[-1]) for t in tokens]
+
     def _asks(self, linear: torch.nn.Module, x_D: Tensor, net: int) -> Tensor:
         t_K = F.silu(linear(x_D)).chunk(self.fast.nets)[net]
         return t_K / t_K.square().sum().sqrt()
 
     def _token(self, x_D: Tensor, net: int) -> tuple[Tensor, ...]:
         fast = self.fast
-        theta, alpha, eta = (part[net] for part in fast.gate(x_D).chunk(3))
+        theta, alpha, eta, *gamma = (part[net] for part in fast.gate(x_D).split(fast.nets))
         shares = []
-        for logit in (theta, alpha):
+        for logit in (theta, alpha, *gamma):
             share = torch.sigmoid(logit)
             if fast.gates == "stretched":
                 share = (1.2 * share - 0.1).clamp(0, 1)
@@ -98,26 +126,35 @@ class SlowTitans(SlowMemory):
         damping = 1 - torch.sigmoid(eta)
         v_K = F.silu(fast.value(x_D)).chunk(fast.nets)[net]
         q_K, k_K = self._asks(fast.query, x_D, net), self._asks(fast.key, x_D, net)
-        return q_K, k_K, v_K, shares[0] * damping * fast.rate, shares[1], damping
+        theta = shares[0] * fast.rate * (1 if fast.orthogonal else damping)
+        return q_K, k_K, v_K, theta, shares[1], damping, *shares[2:]
 
     def _learn(self, state: FastState, x_BND: Tensor, padding_BN: Tensor | None) -> tuple[list[Any], FastState]:
         """Of each row the outputs (D) by place, and the state behind the segment."""
         rows, nets = x_BND.shape[0], self.fast.nets
-        outputs, weights, momentum, counts = [], [], [], []
+        outputs, weights, momentum, counts, recent = [], [], [], [], []
         for row in range(rows):
             there = [t for t in range(x_BND.shape[1]) if padding_BN is None or not padding_BN[row, t]]
-            by_net, learned = [], []
+            by_net, learned, last = [], [], []
             for net in range(nets):
                 given = [self._token(x_BND[row, t], net) for t in there]
-                out, *after = slow_learn(self.fast.memory, *self._begin(state, row, net), given)
+                before = self._before(state, row, net)
+                out, *after = slow_learn(self.fast.memory, *self._begin(state, row, net), given, before=before)
+                seen = [*before, *((k, v, *gamma) for _, k, v, _, _, _, *gamma in given)]
+                last.append([torch.cat([k, v, g[None]]) for k, v, g in seen] if self.fast.net.window > 1 else [])
                 by_net.append(out)
                 learned.append(after)
             outputs.append({t: torch.cat([out[i] for out in by_net]) for i, t in enumerate(there)})
             weights.append(torch.stack([w for w, _ in learned]) if there else state.weights_BGP[row])
             momentum.append(torch.stack([s for _, s in learned]) if there else state.sums_BGP[row])
             counts.append(len(there))
-        tokens_B = state.tokens_B + torch.tensor(counts)
-        return outputs, FastState(torch.stack(weights), torch.stack(momentum), tokens_B)
+            recent.append(last)
+        after = FastState(torch.stack(weights), torch.stack(momentum), state.tokens_B + torch.tensor(counts))
+        if self.fast.net.window == 1:
+            return outputs, after
+        none = torch.zeros(self.fast.net.window - 1, 2 * self.fast.key_width + 1, dtype=x_BND.dtype)
+        padded = [[torch.stack([*none, *tokens])[-len(none) :] for tokens in by_net] for by_net in recent]
+        return outputs, WindowedState(*after, torch.stack([torch.stack(by_net) for by_net in padded]))
 
     def read(self, opened: FastState, query: Query, project_kv: ProjectKV | None = None) -> Reading:
         fast, x_BND = self.fast, query.x_BND

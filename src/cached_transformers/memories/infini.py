@@ -158,7 +158,7 @@ class Infini(Recurrent):
         self.heads, self.head_width = heads, width // heads
         self.groups, self.key_width = heads, self.head_width
         self.update: Update = update
-        self.gated_first = first == "gated"
+        self.gated_first, self.sums_tokens = first == "gated", update == "linear"
         self.share, self.decay, channels = None, None, channels or width
         if update == "gated_delta":
             self.share = nn.Linear(channels, heads, bias=False)

@@ -35,7 +35,7 @@ from cached_transformers.interfaces.probing import Probing
 from cached_transformers.registry import MEMORIES
 from cached_transformers.state import map_state, refuse_narrow
 
-from .parts.fast_weights import written
+from .parts.fast_weights import newton_schulz, written
 from .parts.options import NO_MEMORY, check_positive
 from .parts.recurrent import full_precision, shown
 
@@ -48,7 +48,7 @@ NEWTON_SCHULZ = (
     (2.8769, -3.1427, 1.2046),
     (2.8366, -3.0525, 1.2012),
 )
-"""Coefficients a, b, c of its steps X <- a X + b X X^T X + c (X X^T)^2 X, as released."""
+"""Coefficients of its steps, as released."""
 
 
 class Nets(NamedTuple):
@@ -109,17 +109,6 @@ def descent(nets: Nets, k: Tensor, v: Tensor, rates: tuple[Tensor, ...]) -> Nets
     plain = torch.compiler.is_compiling() or not torch.is_grad_enabled()
     outer: Any = _Outer.forward if plain else _Outer.apply
     return Nets(*(outer(error, rate * x) for error, rate, x in zip(errors, rates, inputs, strict=True)))
-
-
-def newton_schulz(t: Tensor) -> Tensor:
-    """Matrices (..., I, O) with the same singular vectors, and singular values near 1 for those that are not 0."""
-    wider = t.shape[-2] > t.shape[-1]
-    x = t.mT if wider else t
-    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
-    for a, b, c in NEWTON_SCHULZ:
-        square = x @ x.mT
-        x = a * x + (b * square + c * square @ square) @ x
-    return x.mT if wider else x
 
 
 def _length(t: Tensor) -> Tensor:
@@ -260,7 +249,7 @@ class LaCT(LayerMemory):
                 steps = Nets(*(g + m_BG[..., None, None] * p for g, p in zip(steps, before, strict=True)))
                 momentum = _where(written_B > 0, steps, state.momentum)
             if self.muon:
-                steps = Nets(*map(newton_schulz, steps))
+                steps = Nets(*(newton_schulz(t, NEWTON_SCHULZ) for t in steps))
             if self.normed_when_read:
                 sums = _where(state.tokens_B > 0, state.weights, initial)
                 weights = Nets(*(w + step for w, step in zip(sums, steps, strict=True)))

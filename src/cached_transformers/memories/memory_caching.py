@@ -9,6 +9,11 @@ state at the end of every segment is kept, and read beside the one that goes on.
     sparse      the same over the online state and the k snapshots with the largest <u_t, c^i>
     soup        y_t = M(q_t), M of the parameters g_t M_t + sum_i g_i M^i
 
+With keep="powers" the snapshots are sums over 1, 2, 4, 8, ... segments, the newest first, each there or not as
+the binary digits of the number of segments, as in log-linear attention (Guo et al. 2025, arXiv:2506.04761), segment by
+segment. A segment's end is added to the snapshots that it carries over into the next digit, so that the memory below
+must be a sum over tokens.
+
 c^i is the mean of the keys of segment i, c_t that of its own segment's keys up to and with token t. With a memory that
 is linear in its state, soup is gated. Otherwise a soup has its own state for each token, which is never formed: a mixed
 matrix gives sum_i g_i x W^i for x, layer by layer. Of Infini-attention the sums s(q) M and s(q) z are mixed, and the
@@ -28,7 +33,7 @@ from torch.nn import functional as F
 
 from cached_transformers.attentions.parts.building_blocks import wide
 from cached_transformers.checks import at_least_one
-from cached_transformers.interfaces.incremental import advance, open_segment
+from cached_transformers.interfaces.incremental import advance, needs_whole_segments, open_segment
 from cached_transformers.interfaces.memory import LayerMemory, Linear, ProjectKV, Query, Reading, Trace
 from cached_transformers.interfaces.probing import Probing
 from cached_transformers.linear_maps import Weights
@@ -40,7 +45,11 @@ from .parts.recurrent import Answer, Recurrent, full_precision, mix, wrote
 
 
 class CachedStates(NamedTuple):
-    """The state that goes on, snapshots with contexts, segment i's in slot i mod S, and the number of segments."""
+    """The state that goes on, snapshots with contexts, and the number of segments n.
+
+    Segment i is in slot i mod S; with keep="powers" slot l holds 2^l segments where digit l of n is 1, and the last
+    slot all older ones.
+    """
 
     online: State
     snapshots_BS: Tensor
@@ -102,6 +111,12 @@ def gates(
     return torch.cat([logits_BGNS, online_BGN1], -1).softmax(-1)
 
 
+def digits(segments_B: Tensor, slots: int) -> Tensor:
+    """(B, S) long: binary digits of the numbers, the lowest first; the last place has all that is left."""
+    left_BS = segments_B[:, None] >> torch.arange(slots, device=segments_B.device)
+    return torch.cat([left_BS[:, :-1] % 2, left_BS[:, -1:]], 1)
+
+
 def snapshot_memories() -> list[str]:
     """Names of the memories whose snapshots can be read."""
     kinds = ((entry.name, entry.factory) for entry in MEMORIES)
@@ -130,7 +145,7 @@ def _one_snapshot(segment: int, distance: int, depth: int) -> Mapping[str, Any]:
     "4 G P over titans and ttt; and 4 S D but for residual",
     cost="per token and layer, beside that of the memory `over`: S (D E + D) over infini, S G P over titans and ttt; "
     "and D^2 + S D (gates) but for residual multiply-adds",
-    reach="that of the memory `over`; with start='restart' S segments a layer",
+    reach="that of the memory `over`; with start='restart' S segments a layer, unbounded with keep='powers'",
     gradient="through online state, snapshots and contexts, over `bptt` segments",
     probe=Probing(lambda segment, distance, depth: {"slots": distance + 1}, _one_snapshot),
 )
@@ -144,7 +159,9 @@ class MemoryCaching(LayerMemory):
         width: D. heads: H.
         over: the memory below, a name or {"name": ..., option: value}: one whose states can be asked (infini, ttt, or
             titans but with place="context").
-        slots: S, snapshots that are kept; the oldest is dropped.
+        slots: S, snapshots that are kept.
+        keep: snapshots of the "last" S segments; or sums over 1, 2, 4, ... segments ("powers"), the last slot over all
+            older ones, for a memory whose state is a sum over tokens (infini, update="linear") and start="restart".
         read: how snapshots and online state are mixed: "residual", "gated", "soup" or "sparse".
         start: with which state a segment begins: that of the last one's end ("checkpoint"), or an empty one
             ("restart").
@@ -164,6 +181,7 @@ class MemoryCaching(LayerMemory):
         read: Literal["residual", "gated", "soup", "sparse"] = "gated",
         start: Literal["checkpoint", "restart"] = "checkpoint",
         topk: int = 2,
+        keep: Literal["last", "powers"] = "last",
         channels: int | None = None,
         facts: Mapping[str, Any] | None = None,
     ) -> None:
@@ -178,7 +196,15 @@ class MemoryCaching(LayerMemory):
                 f"read='soup' mixes states number by number, which {type(self.over).__name__} cannot be asked for with "
                 "these options; take read='gated', which mixes answers"
             )
+        self.merges = keep == "powers"
+        if self.merges and not (self.over.sums_tokens and start == "restart" and slots):
+            raise ValueError(
+                f"keep='powers' adds states, which over={over!r}, start={start!r}, slots={slots} does not allow; take "
+                "over='infini' with update='linear', start='restart' and at least one slot"
+            )
         self.needs, self.slots, self.restarts = self.over.needs, slots, start == "restart"
+        if (whole := needs_whole_segments(self.over)) is not None:
+            self.whole_segments = whole
         self.topk = topk if read == "sparse" else None
         self.key_width = 0 if read == "residual" else self.over.key_width
         self.look_for = (
@@ -199,8 +225,10 @@ class MemoryCaching(LayerMemory):
     def open(self, state: CachedStates, first_B1P: Tensor | None, project_kv: ProjectKV | None) -> OpenedSnapshots:
         refuse_narrow(state, "the digits of the sums that Memory Caching keeps")
         online = open_segment(self.over, state.online, first_B1P, project_kv)
-        slots_S = torch.arange(state.snapshots_BS.shape[1], device=state.segments_B.device)
+        slots_S = torch.arange(self.slots, device=state.segments_B.device)
         empty_BS = slots_S >= state.segments_B[:, None]
+        if self.merges:
+            empty_BS = digits(state.segments_B, self.slots) == 0
         # no product: no value of an empty slot may reach a result, not even NaN
         snapshots_BS, contexts_BSGK = (
             t.masked_fill(empty_BS.view(*empty_BS.shape, *[1] * (t.dim() - 2)), 0)
@@ -245,7 +273,7 @@ class MemoryCaching(LayerMemory):
         online = advance(self.over, opened.online, x_BND, [trace._replace(reading=_below(trace.reading))])
         if opened.empty_BS is not None and not opened.tokens:  # slots empty in all rows cost later tokens nothing
             used_B = (~opened.empty_BS).sum(1)
-            least, used = int(used_B.min()), int(used_B.max())
+            least, used = (0, self.slots) if self.merges else (int(used_B.min()), int(used_B.max()))
             snapshots_BS, contexts_BGKS = opened.snapshots_BS[:, :used], opened.contexts_BGKS[..., :used]
             empty_BS = None if least == used and self.look_for is not None else opened.empty_BS[:, :used]
             matrices, any_B = self.over.matrices(opened.online), opened.any_B
@@ -267,11 +295,14 @@ class MemoryCaching(LayerMemory):
         after, loss = self.over.write(state.online, trace._replace(reading=_below(trace.reading)))
         wrote_B = wrote(trace.query.padding_BN, trace.x_BND)
         snapshots_BS, contexts_BSGK = state.snapshots_BS, state.contexts_BSGK
-        if snapshots_BS.shape[1]:
-            slot_B = state.segments_B % snapshots_BS.shape[1]
+        snapshot_B, context_BGK = self.over.snapshot(after), trace.reading.carry.context_BGK
+        if self.merges:
+            snapshots_BS, contexts_BSGK = merged(state, snapshot_B, context_BGK, wrote_B)
+        elif self.slots:
+            slot_B = state.segments_B % self.slots
             in_place = may_change(snapshots_BS, contexts_BSGK)
-            snapshots_BS = _put(snapshots_BS, self.over.snapshot(after), slot_B, wrote_B, in_place)
-            contexts_BSGK = _put(contexts_BSGK, trace.reading.carry.context_BGK, slot_B, wrote_B, in_place)
+            snapshots_BS = _put(snapshots_BS, snapshot_B, slot_B, wrote_B, in_place)
+            contexts_BSGK = _put(contexts_BSGK, context_BGK, slot_B, wrote_B, in_place)
         if self.restarts:
             after = reset(after, self.over.init_state(len(wrote_B), trace.x_BND), wrote_B)
         return CachedStates(after, snapshots_BS, contexts_BSGK, state.segments_B + wrote_B), loss
@@ -324,3 +355,29 @@ def _put(ring_BS: Tensor, new_B: Tensor, slot_B: Tensor, wrote_B: Tensor, in_pla
     index_B1 = slot_B.view(-1, *[1] * (ring_BS.dim() - 1)).expand_as(new_B1)
     new_B1 = torch.where(wrote_B.view(-1, *[1] * (ring_BS.dim() - 1)), new_B1, ring_BS.gather(1, index_B1))
     return (ring_BS.scatter_ if in_place else ring_BS.scatter)(1, index_B1, new_B1)
+
+
+def merged(state: CachedStates, snapshot_B: Tensor, context_BGK: Tensor, wrote_B: Tensor) -> tuple[Tensor, Tensor]:
+    """Snapshots, and mean keys by numbers of segments, after one segment more: digits that carry over."""
+    slots_S = torch.arange(state.snapshots_BS.shape[1], device=wrote_B.device)
+    digits_BS = digits(state.segments_B, len(slots_S))
+    full_BS = digits_BS[:, :-1] != 0  # which digit takes the sum: the first 0, or the last of all
+    place_B1 = full_BS.long().cumprod(1).sum(1, keepdim=True)
+    taken_BS = (slots_S <= place_B1) & (digits_BS != 0) & wrote_B[:, None]
+    here_BS = (slots_S == place_B1) & wrote_B[:, None]
+    counts_BS = (digits_BS << slots_S) * taken_BS
+
+    def put(slots_BS: Tensor, new_B: Tensor, counts_BS: Tensor | None) -> Tensor:
+        def shaped(t: Tensor) -> Tensor:
+            return t.view(*t.shape, *[1] * (slots_BS.dim() - t.dim()))
+
+        # where, not multiplication: no value of an empty slot may reach a result, not even NaN
+        moved_BS = torch.where(shaped(taken_BS), slots_BS, 0)
+        if counts_BS is not None:
+            moved_BS = moved_BS * shaped(counts_BS)
+        sum_B1 = moved_BS.sum(1, keepdim=True) + new_B[:, None]
+        if counts_BS is not None:
+            sum_B1 = sum_B1 / shaped(counts_BS.sum(1, keepdim=True) + 1)
+        return torch.where(shaped(here_BS), sum_B1, torch.where(shaped(taken_BS), 0, slots_BS)).to(slots_BS.dtype)
+
+    return put(state.snapshots_BS, snapshot_B, None), put(state.contexts_BSGK, context_BGK, counts_BS)

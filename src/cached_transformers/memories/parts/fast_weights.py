@@ -136,6 +136,21 @@ def normed(t: Tensor, by: float, least: float) -> Tensor:
     return t * (torch.linalg.vector_norm(t, dim=-1, keepdim=True).square() * by + least).rsqrt()
 
 
+def newton_schulz(t: Tensor, coefficients: Iterable[tuple[float, float, float]]) -> Tensor:
+    """Matrices (..., I, O) with the same singular vectors, and singular values near 1 for those that are not 0.
+
+    Args:
+        coefficients: a, b, c of each step X <- a X + b X X^T X + c (X X^T)^2 X.
+    """
+    wider = t.shape[-2] > t.shape[-1]
+    x = t.mT if wider else t
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    for a, b, c in coefficients:
+        square = x @ x.mT
+        x = a * x + (b * square + c * square @ square) @ x
+    return x.mT if wider else x
+
+
 Step = tuple[Any, ...]
 """Data of one matrix: W and S before a chunk or token, inputs and errors of its tokens."""
 
@@ -255,7 +270,8 @@ class FastWeights(nn.Module, abc.ABC):
             learned: as `start` gives it, in float32 or wider, in which everything is computed.
             q, k, v: (B, G, Q, C, K or V), in chunks. q is None for nothing but to learn.
             reading: coefficients (B, G, Q, ...) of the read, with q.
-            rates, end: coefficients for `move`: (B, 1 or G, Q, C, 1) of inputs, and (B, 1 or G, Q, 1, 1).
+            rates, end: coefficients for `move`: (B, 1 or G, Q, C, 1) of inputs, and (B, 1 or G, Q, 1, 1). With a
+                window, inputs are as many tokens more than queries.
             soup: snapshots mixed into the nets that are read; their weights in chunks (B, G, Q, C, S + 1).
         """
         nets = k.shape[:2]
@@ -381,10 +397,10 @@ class FastMemory(Recurrent):
         """(B, G, N, D / G), in float32 or wider."""
         return wide(t_BND).unflatten(-1, (self.groups, -1)).transpose(1, 2)
 
-    def after(self, state: FastState, learned: Iterable[Tensor], trace: Trace) -> FastState:
+    def after(self, state: FastState, learned: Sequence[Tensor], trace: Trace) -> FastState:
         """The state after a segment; rows without a write keep their weights to the last bit."""
         written_B = written(trace.query.padding_BN, trace.x_BND)
-        new = [b.to(a.dtype) for a, b in zip(state[:2], learned, strict=True)]
+        new = [b.to(a.dtype) for a, b in zip(state[:2], learned[:2], strict=True)]
         if trace.query.padding_BN is not None or not trace.x_BND.shape[1]:
             kept_B11 = (written_B == 0)[:, None, None]
             new = [torch.where(kept_B11, a, b) for a, b in zip(state[:2], new, strict=True)]

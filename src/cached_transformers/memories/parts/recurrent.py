@@ -42,12 +42,14 @@ class Recurrent(LayerMemory):
     Attributes:
         groups: G. key_width: K.
         linear: an answer is linear in the snapshot; one that is not may write `soup`.
+        sums_tokens: a state is a sum over tokens, so that states of texts add up to that of both.
         no_snapshots: why, with these options, there is no such reading; None where there is.
     """
 
     groups: int
     key_width: int
     linear: bool = True
+    sums_tokens: bool = False
     no_snapshots: str | None = None
 
     @abc.abstractmethod

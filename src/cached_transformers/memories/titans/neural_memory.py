@@ -17,6 +17,17 @@ Nothing divides by a gate, so that eta = 0, theta = 0 and alpha = 1 are what the
 (padding, what fills up a chunk) has theta = alpha = 1 - eta = 0, and adds no S to M either: eta = 1 alone would let
 momentum go on.
 
+Omega and ATLAS (Behrouz et al. 2025, arXiv:2505.23735; no code published) take the gradient of the last c tokens at
+every step, each with a share gamma_i, and ATLAS orthogonalises the sum by Newton-Schulz steps:
+
+    Omega   S_t = eta_t S_(t-1) - theta_t sum_(t-c < i <= t) gamma_i grad l(M; k_i, v_i)
+    ATLAS   S_t = eta_t S_(t-1) - sum_(t-c < i <= t) gamma_i grad l(M; k_i, v_i)
+            M_t = (1 - alpha_t) M_(t-1) + theta_t NS(S_t)
+
+All c gradients are at the weights with which the chunk begins, also those of tokens before the chunk: n = N theta K
+gamma, K_sj = 1 for 0 <= s - j < c, and nothing else changes. NS is not linear in S: it acts at the end of a chunk, with
+the mean theta of its tokens; until then a token reads the weights that the chunk began with, less what is forgotten.
+
 Legend: B rows, G nets, N tokens, Q chunks, C tokens of a chunk, K width of keys, V of values, (I, O) of a matrix, P
 numbers of a net; `...` any leading dimensions.
 """
@@ -31,17 +42,23 @@ import torch
 from torch import Tensor
 
 from cached_transformers.attentions.parts.building_blocks import wide
-from cached_transformers.memories.parts.fast_weights import FastReading, FastWeights, Learned, Soup, Step
+from cached_transformers.memories.parts.fast_weights import (
+    FastReading,
+    FastWeights,
+    Learned,
+    Soup,
+    Step,
+    newton_schulz,
+)
 
 Activation = Literal["gelu", "silu"]
 Loss = Literal["l2", "huber", "lp"]
+NEWTON_SCHULZ = ((3.4445, -4.7750, 2.0315),) * 5
+"""Coefficients of ATLAS' steps: those of Muon."""
 
 
 class Gates(NamedTuple):
-    """Gates per token and net, (B, G, N): theta, alpha, 1 - eta; and 1, or 0 for padding.
-
-    All of them are 0 for a token that is not there.
-    """
+    """Gates per token and net, (B, G, N): theta, alpha, 1 - eta; and 1, or 0 for padding. All are 0 for padding."""
 
     theta_BGN: Tensor
     alpha_BGN: Tensor
@@ -49,12 +66,14 @@ class Gates(NamedTuple):
     there_BGN: Tensor
 
 
-def chunks(t: Tensor, size: int) -> Tensor:
-    """(B, G, Q, size, ...) of (B, G, N, ...), the last chunk filled up with zeros."""
-    missing = -t.shape[2] % size
+def chunks(t: Tensor, size: int, window: int = 1) -> Tensor:
+    """(B, G, Q, window - 1 + size, ...) of (B, G, window - 1 + N, ...), the last chunk filled up with zeros."""
+    missing = (window - 1 - t.shape[2]) % size
     if missing:
         t = torch.cat([t, t.new_zeros(*t.shape[:2], missing, *t.shape[3:])], 2)
-    return t.unflatten(2, (-1, size))
+    if window == 1:
+        return t.unflatten(2, (-1, size))
+    return t.unfold(2, window - 1 + size, size).movedim(-1, 3)
 
 
 class Scan(NamedTuple):
@@ -75,12 +94,15 @@ def products(p: Tensor) -> Tensor:
     )
 
 
-def scan_of(gates: Gates) -> Scan:
-    """Coefficients of chunks (..., C)."""
+def scan_of(gates: Gates, shares: Tensor | None = None) -> Scan:
+    """Coefficients of chunks (..., C); with shares gamma (..., c - 1 + C), of gradients from c - 1 tokens before on."""
     theta, alpha, damping, there = gates
     kept, eta = 1 - alpha, 1 - damping
     A, N = products(torch.stack([kept, eta]))
     m, n = N[..., :1] * eta[..., :1, None], N * theta[..., None, :]
+    if shares is not None:
+        window = shares.shape[-1] - n.shape[-1]
+        n = n @ n.new_ones(n.shape[-1], shares.shape[-1]).triu().tril(window) * shares[..., None, :]
     summed = A * there[..., None, :]
     return Scan(A[..., :1] * kept[..., :1, None], summed @ m, summed @ n, m, n)
 
@@ -99,6 +121,7 @@ class NeuralMemory(FastWeights):
             p - 1, so that no rate is small enough for all; the limit holds them.
         limit: ours: no matrix begins a chunk with a root mean square above it, whatever gates and inputs are. Weights
             that hold K values under independent keys have that of the values.
+        window: c, tokens whose gradients each step takes. orthogonal: with Newton-Schulz steps, as ATLAS.
 
     The weights before the first token are parameters: the last matrix of each net is 0, so that it gives 0.
     """
@@ -116,13 +139,15 @@ class NeuralMemory(FastWeights):
         bound: float = 1.0,
         power: float = 3.0,
         limit: float = 10.0,
+        window: int = 1,
+        orthogonal: bool = False,
     ) -> None:
         shapes = list(pairwise([width, *[expansion * width] * (layers - 1), width]))
         first = [torch.randn(nets, i, o) / i**0.5 for i, o in shapes[:-1]]
         first.append(torch.zeros(nets, *shapes[-1]))
         initial_GP = torch.cat([t.flatten(1) for t in first], 1)
         super().__init__(shapes, initial_GP, activation=activation, chunk=chunk, limit=limit)
-        self.loss, self.bound, self.power = loss, bound, power
+        self.loss, self.bound, self.power, self.window, self.orthogonal = loss, bound, power, window, orthogonal
 
     def error(self, given: Tensor, wanted: Tensor) -> Tensor:
         error = given - wanted
@@ -134,8 +159,11 @@ class NeuralMemory(FastWeights):
         return error
 
     def move(self, end: Sequence[Tensor], step: Step) -> tuple[Tensor, Tensor]:
-        """By b, f and m of the chunk's last token, and G and n from there."""
+        """By b, f and m of the chunk's last token, and G and n from there; `orthogonal` by theta in the place of f."""
         (b, f, m), (W, S, (to_weights, to_sums), error) = end, step
+        if self.orthogonal:
+            S = torch.baddbmm(m * S, to_sums.mT, error)
+            return torch.addcmul(f * newton_schulz(S, NEWTON_SCHULZ), b, W), S
         W, S = torch.addcmul(f * S, b, W), m * S
         return torch.baddbmm(W, to_weights.mT, error), torch.baddbmm(S, to_sums.mT, error)
 
@@ -153,18 +181,30 @@ class NeuralMemory(FastWeights):
         v_BGNV: Tensor,
         gates: Gates,
         soup: Soup | None = None,
+        shares_BGN: Tensor | None = None,
     ) -> tuple[Tensor | None, Learned]:
-        """y (B, G, N, V), token t read after its own write, unless q is None; and the weights after the last token."""
-        tokens = k_BGNK.shape[2]
+        """y (B, G, N, V), token t read after its own write, unless q is None; and the weights after the last token.
+
+        Args:
+            shares_BGN: gamma, with a window or `orthogonal`; these, keys and values then begin c - 1 tokens earlier.
+        """
+        tokens = gates.theta_BGN.shape[2]
         if tokens == 0:
             return q_BGNK, learned
         size = min(self.chunk, tokens)
         with torch.autocast(k_BGNK.device.type, enabled=False):
-            scan = scan_of(Gates(*(chunks(wide(t), size) for t in gates)))
-            k, v = (chunks(wide(t), size) for t in (k_BGNK, v_BGNV))
+            chunked = Gates(*(chunks(wide(t), size) for t in gates))
+            k, v = (chunks(wide(t), size, self.window) for t in (k_BGNK, v_BGNV))
+            shares = None if shares_BGN is None else chunks(wide(shares_BGN), size, self.window)
+            steps = chunked._replace(theta_BGN=chunked.there_BGN) if self.orthogonal else chunked
+            scan = scan_of(steps, shares)
             q = None if q_BGNK is None else chunks(wide(q_BGNK), size)
             end = [t[..., -1:, :] for t in (scan.b, scan.f, scan.m)]
             rates = [t[..., -1, :, None] for t in (scan.G, scan.n)]
+            if self.orthogonal:
+                theta = chunked.theta_BGN.sum(-1) / chunked.there_BGN.sum(-1).clamp(min=1)
+                end[1] = theta[..., None, None]
+                scan = scan._replace(f=torch.zeros_like(scan.f), G=torch.zeros_like(scan.G))
             soup = soup and Soup(soup.matrices, chunks(soup.weights, size))
             out, after = self.through(learned, q, k, v, FastReading(scan.b, scan.f, scan.G), rates, end, soup)
             return (None if out is None else out.flatten(2, 3)[:, :, :tokens]), after

@@ -14,6 +14,10 @@ attention or before it. The authors have published no code.
     place="context" (MAC): h_t = M(q_t) of the memory before the segment. Keys and values are made of [P; h; x]; token i
         sees all persistent tokens P, and h_j for j <= i. The layer's outputs are written when the segment ends.
 
+window=c takes the gradients of the last c tokens at every step (Omega), orthogonal=True makes ATLAS of that:
+`neural_memory.py`. gamma_t = gate(.) of one number a net more. With a window theta is divided by c, too; the step of
+ATLAS has a size of its own, theta_t = rate gate(.).
+
 theta is divided because gradients of C tokens add up at the same weights, and momentum makes each 1 / (1 - eta) times
 as large: up to rate=1 a linear memory does not diverge; for other nets the weights are limited.
 
@@ -24,7 +28,8 @@ numbers of a net.
 from __future__ import annotations
 
 import math
-from typing import Literal
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +54,25 @@ own_word("in_front", "a result per head, mixed with the layer's input before que
 
 EPSILON = 1e-5
 """Epsilon of root mean squares."""
+
+
+class WindowedState(NamedTuple):
+    """`FastState`, and the last tokens of a window (B, G, c - 1, 2 K + 1): key, value, gamma."""
+
+    weights_BGP: Tensor
+    sums_BGP: Tensor
+    tokens_B: Tensor
+    recent_BGMF: Tensor
+
+
+class WindowLearned(NamedTuple):
+    """`Learned`, and the last tokens of a window."""
+
+    weights_BGP: Tensor
+    sums_BGP: Tensor
+    recent_BGMF: Tensor
+
+
 LONG = {"gates": "stretched"}
 """Options with which a segment may write and forget nothing at all."""
 
@@ -68,11 +92,12 @@ def logit(share: float, gate: Gate) -> float:
     equations="S_t = eta S_{t-1} - theta grad |M(k_t) - v_t|^2 / 2, M_t = (1 - alpha) M_{t-1} + S_t; "
     "o = norm(y) sigmoid(norm(M_t(q_t))), or M(q) of the memory before the segment as keys and values; or attention of "
     "x + norm(M_t(q_t))",
-    state="per row: 8 bytes, and 8 G P, P = (D / G)^2, or 2 expansion (D / G)^2 with layers=2",
+    state="per row: 8 bytes, and 8 G P, P = (D / G)^2, or 2 expansion (D / G)^2 with layers=2; and with a window of c "
+    "4 (c - 1) (2 D + G)",
     cost="per token and layer, K = D / G: 3 D^2 + 3 D G (projections, gates) + G (5 P + 2 C K + C^2 + C) "
     "multiply-adds, with layers=2 G (5.5 P + 2 C K (expansion + 1) + C^2 + C); place='context': "
     "5 D^2 + 3 D G + D K + 2 N D + G (3 P + C^2 + C)",
-    reads_again="its segment for each written token, with place='context'",
+    reads_again="its segment for each written token, with place='context', window or orthogonal",
     reach="unbounded, as far as forgetting lets it; with layers=1 as many keys as K are independent",
     gradient="through the weights and every step of their learning, over `bptt` segments",
     without={"bias": "place='gate'", "context": "place='gate'", "in_front": "place='gate'"},
@@ -94,7 +119,9 @@ class Titans(FastMemory):
         activation: between the layers of a net: "silu" or "gelu".
         chunk: C; the chunks restart with each segment, whose last one may be short.
         loss, bound, power, limit: see `NeuralMemory`.
-        rate: how large theta may be, times C / (1 - eta); up to 1 nothing diverges, but for loss="lp".
+        rate: how large theta may be, times c C / (1 - eta); up to 1 nothing diverges, but for loss="lp".
+        window: c, tokens whose gradients each step takes, those before its segment included; 1 is Titans.
+        orthogonal: bring the singular values of a chunk's step near 1 (ATLAS), which the next chunk reads.
         momentum: eta at first. half_life: tokens after which half is forgotten, at first.
         gates: of theta and alpha: a "sigmoid", which never is 0, or "stretched", which can close and open fully.
         persistent: of place="context": learned tokens before every segment, which are no memory.
@@ -128,6 +155,8 @@ class Titans(FastMemory):
         gates: Gate = "sigmoid",
         persistent: int = 0,
         initial_share: float = 1.0,
+        window: int = 1,
+        orthogonal: bool = False,
         causal: bool = True,
         channels: int | None = None,
     ) -> None:
@@ -136,13 +165,15 @@ class Titans(FastMemory):
         channels = channels or width
         width = width if place == "gate" else channels  # as wide as the tensor that it mixes with or replaces
         mix = ("sum" if place == "layer" else "product") if mix is None else mix
-        at_least_one(NO_MEMORY, nets=nets, layers=layers, expansion=expansion, chunk=chunk)
+        at_least_one(NO_MEMORY, nets=nets, layers=layers, expansion=expansion, chunk=chunk, window=window)
         if not 2 <= power < math.inf:
             raise ValueError(f"power={power} must be at least 2, which is loss='l2', and finite")
         _check(width, nets, place, persistent, momentum, bound=bound, limit=limit, rate=rate, half_life=half_life)
         self.heads, self.nets, self.place, self.mix, self.gates, self.causal = heads, nets, place, mix, gates, causal
         self.groups, self.key_width, self.linear = nets, width // nets, layers == 1
-        self.rate = rate / chunk
+        self.orthogonal = orthogonal
+        self.rate = rate if orthogonal else rate / (chunk * window)
+        shared = window > 1 or orthogonal
         self.memory = NeuralMemory(
             nets,
             width // nets,
@@ -154,10 +185,15 @@ class Titans(FastMemory):
             bound=bound,
             power=power,
             limit=limit,
+            window=window,
+            orthogonal=orthogonal,
         )
         self.query, self.key, self.value = (nn.Linear(channels, width, bias=False) for _ in range(3))
-        self.gate = nn.Linear(channels, 3 * nets)
-        at_first = (logit(0.5, gates), logit(1 - 0.5 ** (1 / half_life), gates), logit(momentum, "sigmoid"))
+        at_first = [logit(0.5, gates), logit(1 - 0.5 ** (1 / half_life), gates), logit(momentum, "sigmoid")]
+        if shared:
+            at_first.append(logit(0.5, gates))
+            self.whole_segments = f"window={window}, orthogonal={orthogonal} learn from several tokens at once"
+        self.gate = nn.Linear(channels, len(at_first) * nets)
         with torch.no_grad():
             self.gate.weight.mul_(0.1)
             self.gate.bias.copy_(torch.tensor(at_first)[:, None].expand(-1, nets).flatten())
@@ -179,6 +215,20 @@ class Titans(FastMemory):
 
     def snapshot(self, state: FastState) -> Tensor:
         return state.weights_BGP
+
+    def init_state(self, batch_size: int, like: Tensor) -> Any:
+        state = super().init_state(batch_size, like)
+        if self.net.window == 1:
+            return state
+        tokens = (batch_size, self.nets, self.net.window - 1, 2 * self.key_width + 1)
+        return WindowedState(*state, state.weights_BGP.new_zeros(tokens))
+
+    def learned(self, state: Any) -> Any:
+        found = super().learned(state)
+        if self.net.window == 1:
+            return found
+        empty_B111 = (state.tokens_B == 0)[:, None, None, None]
+        return WindowLearned(*found, state.recent_BGMF.masked_fill(empty_B111, 0))
 
     def begin(self, state: FastState, learned: Learned, x_BND: Tensor) -> OpenChunk:
         weights, sums = (tuple(self.net.matrices(t)) for t in learned)
@@ -236,7 +286,7 @@ class Titans(FastMemory):
     def read_with(self, opened: FastState | OpenChunk, query: Query, project_kv: ProjectKV | None) -> Reading:
         if self.place != "context":
             return super().read_with(opened, query, project_kv)
-        assert isinstance(opened, FastState) and project_kv is not None
+        assert not isinstance(opened, OpenChunk) and project_kv is not None
         return Reading(self._context(opened, self.learned(opened), query, project_kv), any_B=opened.tokens_B > 0)
 
     def combine(self, y_BHNE: Tensor, query: Query, reading: Reading) -> Tensor:
@@ -254,14 +304,15 @@ class Titans(FastMemory):
             m_BHNE = beside[0] * m_BHNE.sigmoid()
         return torch.lerp(y_BHNE, m_BHNE, share_H11)  # which is either of the two, to the bit, at both ends
 
-    def write(self, state: FastState, trace: Trace) -> tuple[FastState, None]:
+    def write(self, state: Any, trace: Trace) -> tuple[Any, None]:
         padding_BN = trace.query.padding_BN
         after = trace.reading.carry
         if self.place == "context":
             y_BND = F.rms_norm(trace.y_BND, trace.y_BND.shape[-1:], eps=EPSILON)
             k_BGNK = self._unit(self.key(shown(y_BND, padding_BN)))
             _, after = self._learn(self.learned(state), y_BND, None, k_BGNK, None, padding_BN)
-        return self.after(state, after, trace), None
+        written_state = self.after(state, after, trace)
+        return (WindowedState(*written_state, after.recent_BGMF) if self.net.window > 1 else written_state), None
 
     def close_gate(self) -> None:
         with torch.no_grad():
@@ -273,24 +324,26 @@ class Titans(FastMemory):
     def _unit(self, t_BND: Tensor) -> Tensor:
         return normed(self.by_net(F.silu(wide(t_BND))), 1.0, 1e-24)
 
-    def _gates(self, x_BND: Tensor, padding_BN: Tensor | None) -> Gates:
-        logits = wide(self.gate(x_BND)).mT.unflatten(1, (3, self.nets)).unbind(1)
+    def _gates(self, x_BND: Tensor, padding_BN: Tensor | None) -> tuple[Gates, Tensor | None]:
+        """Gates of all tokens, and gamma, where it is used."""
+        logits = wide(self.gate(x_BND)).mT.unflatten(1, (-1, self.nets)).unbind(1)
         damping_BGN = torch.sigmoid(-logits[2])
-        theta_BGN = self.rate * damping_BGN * gated(logits[0], self.gates)
-        gates = Gates(theta_BGN, gated(logits[1], self.gates), damping_BGN, torch.ones_like(damping_BGN))
-        if padding_BN is None:
-            return gates
-        return Gates(*(gate.masked_fill(padding_BN[:, None], 0) for gate in gates))
+        theta_BGN = self.rate * (1 if self.orthogonal else damping_BGN) * gated(logits[0], self.gates)
+        found = [theta_BGN, gated(logits[1], self.gates), damping_BGN, torch.ones_like(damping_BGN)]
+        found += [gated(t, self.gates) for t in logits[3:]]
+        if padding_BN is not None:
+            found = [gate.masked_fill(padding_BN[:, None], 0) for gate in found]
+        return Gates(*found[:4]), (found[4] if logits[3:] else None)
 
     def _learn(
         self,
-        learned: Learned,
+        learned: Sequence[Tensor],
         x_BND: Tensor,
         q_BGNK: Tensor | None,
         k_BGNK: Tensor,
         soup: Soup | None,
         padding_BN: Tensor | None,
-    ) -> tuple[Tensor | None, Learned]:
+    ) -> tuple[Tensor | None, Any]:
         """Reads of the tokens, each after its own write, (B, G, N, V), if there are queries; and the new weights."""
         order_BN = None
         if padding_BN is not None:
@@ -303,11 +356,29 @@ class Titans(FastMemory):
             q_BGNK = None if q_BGNK is None else _ordered(q_BGNK, order_BN)
             soup = None if soup is None else Soup(soup.matrices, _ordered(soup.weights, order_BN))
         v_BGNV = self.by_net(F.silu(wide(self.value(x_BND))))
-        m_BGNV, after = self.memory(learned, q_BGNK, k_BGNK, v_BGNV, self._gates(x_BND, padding_BN), soup)
+        gates, shares_BGN = self._gates(x_BND, padding_BN)
+        if self.net.window > 1:
+            assert shares_BGN is not None
+            seen_BGNF = torch.cat([learned[2], torch.cat([k_BGNK, v_BGNV, shares_BGN[..., None]], -1)], 2)
+            k_BGNK, v_BGNV, shares_BGN1 = seen_BGNF.split([self.key_width, self.key_width, 1], -1)
+            shares_BGN = shares_BGN1[..., 0]
+        after: Any
+        m_BGNV, after = self.memory(Learned(*learned[:2]), q_BGNK, k_BGNK, v_BGNV, gates, soup, shares_BGN)
+        if self.net.window > 1:
+            after = WindowLearned(after.weights_BGP, after.sums_BGP, self._last(seen_BGNF, padding_BN))
         if m_BGNV is not None and order_BN is not None:
             index_BGNV = order_BN[:, None, :, None].expand_as(m_BGNV)
             m_BGNV = torch.zeros_like(m_BGNV).scatter(2, index_BGNV, m_BGNV)
         return m_BGNV, after
+
+    def _last(self, seen_BGNF: Tensor, padding_BN: Tensor | None) -> Tensor:
+        """The last tokens of a window, of those before a segment and then its own, padding last."""
+        count = self.net.window - 1
+        if padding_BN is None:
+            return seen_BGNF[:, :, seen_BGNF.shape[2] - count :]
+        index_BM = (~padding_BN).sum(1)[:, None] + torch.arange(count, device=padding_BN.device)
+        index_BGMF = index_BM[:, None, :, None].expand(-1, seen_BGNF.shape[1], -1, seen_BGNF.shape[-1])
+        return seen_BGNF.gather(2, index_BGMF)
 
     def _context(self, state: FastState, learned: Learned, query: Query, project_kv: ProjectKV) -> Context:
         """Keys and values of persistent tokens, and of the memory's answers before the segment."""
