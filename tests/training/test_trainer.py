@@ -155,6 +155,14 @@ def test_too_many_bad_steps_in_a_row_end_the_run(tmp_path):
     assert torch.equal(trainer.model.head.weight, before["head.weight"])
 
 
+def test_a_run_that_trains_nothing_ends(tmp_path):
+    trainer = make(tmp_path, "training.max_bad_steps=3")
+    for parameter in trainer.model.parameters():
+        parameter.register_hook(torch.zeros_like)
+    refuses(r"3 .*max_bad_steps=3.*gradient", trainer.fit, raises=RuntimeError)
+    assert trainer.step == 3
+
+
 def test_clipping_bounds_the_step(tmp_path):
     options = ("optimizer.name=sgd", "optimizer.momentum=0.0", "optimizer.weight_decay=0.0", "schedule.name=constant")
     trainer = make(tmp_path, *options, "schedule.warmup_steps=0", "training.steps=1", "training.clip_norm=0.001")

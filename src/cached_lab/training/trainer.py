@@ -81,6 +81,7 @@ class Trainer:
         self.step = self._saved_step = self.skipped = self.bad_in_a_row = 0
         self.best: dict[str, Any] | None = None
         self.latest: dict[str, Any] | None = None
+        self._idle: int | None = 0  # steps so far without any gradient; None after the first one with one
         self.train_seconds = self._gradient_norm = self._seconds_before = 0.0
         self._total = torch.zeros(self.task.width, dtype=torch.float64)
         self._tallies: dict[str, Tensor] = {}
@@ -176,6 +177,13 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         if not finite:
             self._skip()
+        elif self._idle is not None:
+            self._idle = None if self._gradient_norm else self._idle + 1
+            if self._idle == min(settings.max_bad_steps, settings.steps):
+                raise RunFailed(
+                    f"{self._idle} steps in a row (training.max_bad_steps={settings.max_bad_steps}) gave no weight a "
+                    "gradient; if only a memory trains, its texts must be longer than its window: take more segments"
+                )
 
     def _learning_rate(self) -> float:
         return learning_rate(self.config.optimizer, self.config.schedule, self.step, self.settings.steps)
