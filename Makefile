@@ -12,7 +12,7 @@ TEST_ENV := OMP_NUM_THREADS=1 $(if $(wildcard ../shared),CI_REQUIRE_SHARED=1)
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-peers test-torch test-gpu drills lint bench bench-check docs facts support golden-runs notebooks pictures clean
+.PHONY: help demo test test-slow test-peers test-torch test-gpu drills lint bench bench-check docs dist check-dist facts support golden-runs notebooks pictures clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## */\t/' | expand -t 14
@@ -73,8 +73,17 @@ bench: $(VENV)/.installed-dev  ## measure speed and memory on this machine
 bench-check: $(VENV)/.installed-dev  ## repeat ten ratios of time, and fail with the names of those that have moved since the newest of benchmarks/records
 	OMP_NUM_THREADS=1 $(BIN)/cached benchmark record --check
 
-docs: $(VENV)/.installed-dev  ## build the documentation into a temporary folder; warnings are errors
-	site=$$(mktemp -d) && trap 'rm -rf "$$site"' EXIT && NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict --site-dir "$$site"
+docs: $(VENV)/.installed-dev  ## build the documentation, into SITE=folder if given; warnings are errors
+	site=$$(mktemp -d) && trap 'rm -rf "$$site"' EXIT && \
+		NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict --site-dir "$(or $(abspath $(SITE)),$$site)"
+
+dist: $(BIN)/python  ## build the wheel and the source distribution
+	rm -rf dist
+	$(BIN)/python -m pip install -q build
+	$(BIN)/python -m build -q
+
+check-dist:  ## install the wheel of dist into an empty environment, and run README's first block: PYTHON=python3.13
+	$(PYTHON) tools/check_dist.py dist
 
 facts: $(VENV)/.installed-dev  ## write again what the command line, the README and the pages say of registered parts
 	$(BIN)/python -m cached_lab.experiments.facts

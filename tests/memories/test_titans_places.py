@@ -196,10 +196,10 @@ def test_the_memory_alone_leaves_nothing_of_attention() -> None:
     assert (model(segments(1)[0]).outputs - out).abs().amax((0, 2)).min() > 1e-4
 
 
-@pytest.mark.parametrize("cut", [2, 4, 6])
-def test_cuts_at_multiples_of_its_chunk_change_nothing(cut: int) -> None:
+@pytest.mark.parametrize(("cut", "options"), [(2, {}), (4, {}), (6, {"window": 5}), (4, {"orthogonal": True})])
+def test_cuts_at_multiples_of_its_chunk_change_nothing(cut: int, options: dict[str, Any]) -> None:
     """Of a stream whose attention goes on across them."""
-    model = build(MAL, attention={"name": "delta_net", "carry": True}, positions="none")
+    model = build(MAL | options, attention={"name": "delta_net", "carry": True}, positions="none")
     tokens_BN = torch.cat(segments(5), 1)[:, :24]
     parts = [out.outputs for out in run(model, tokens_BN.split(cut, 1))]
     torch.testing.assert_close(torch.cat(parts, 1), model(tokens_BN).outputs, rtol=0, atol=1e-9)
