@@ -25,6 +25,7 @@ from cached_lab.experiments.costs.live_bytes import LiveBytes
 from cached_lab.experiments.costs.timing import interleaved, quartiles
 from cached_lab.experiments.reports.figures.style import blank_figure, looks, save, style
 from cached_transformers.extras import require
+from cached_transformers.integrations.memory_hooks import cache_name
 from cached_transformers.state import State, nbytes
 
 STANDARD = "streaming_llm,transformer_xl,rmt,grc_stream,armt,infini,block_retrieval"
@@ -110,7 +111,7 @@ def cached_writer(model: Any, kind: str, setting: generation.GenerationSetting, 
     def write(each: Callable[[Tensor], object] = len) -> None:
         token_B1 = setting.prompt_BN(2, model.device)
         for _ in range(setting.tokens):
-            token_B1 = model(token_B1, past_key_values=cache).logits[:, -1:].argmax(-1)
+            token_B1 = model(token_B1, **{cache_name(model): cache}).logits[:, -1:].argmax(-1)
             each(token_B1)
         if grows:
             cache.crop(-setting.tokens)

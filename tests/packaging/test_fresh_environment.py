@@ -16,7 +16,8 @@ from cached_transformers import __version__
 
 pytestmark = pytest.mark.slow
 
-CORE = {"cached-transformers", "torch", "numpy", "safetensors", "pyyaml", "rich", "scipy"}
+CORE = {"cached-transformers", "torch", "numpy", "safetensors"}
+EXTRA = {"timm", "torchvision", "transformers", "matplotlib", "scikit-learn", "pillow", "pyyaml", "rich", "scipy"}
 UNREACHABLE = re.compile(r"No matching distribution|Temporary failure in name resolution|NewConnectionError")
 README = [block for block in blocks("python") if block.page == "README.md"]
 TEXT = "It was the best of times, it was the worst of times.\n" * 200
@@ -49,7 +50,7 @@ def test_what_is_installed(environment: Path) -> None:
     """The core and its dependencies are installed, and no extra."""
     listed = call(environment / "python", "-m", "pip", "list", "--format=freeze").stdout.lower().split()
     names = {line.partition("==")[0] for line in listed}
-    assert names >= CORE and not names & {"timm", "torchvision", "transformers", "matplotlib", "scikit-learn", "pillow"}
+    assert names >= CORE and not names & EXTRA
 
 
 @pytest.mark.parametrize("block", README, ids=lambda block: block.name)
@@ -74,6 +75,15 @@ def test_an_example_runs_or_names_what_it_lacks(environment: Path, tmp_path: Pat
         assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.fixture(scope="module")
+def with_lab(environment: Path) -> Path:
+    """The same environment with the command `cached`."""
+    wheel, constraints = next(environment.parents[1].glob("*.whl")), PROJECT / "constraints.txt"
+    done = call(environment / "python", "-m", "pip", "install", "-q", "-c", constraints, "torch", f"{wheel}[lab]")
+    assert done.returncode == 0, done.stderr
+    return environment
+
+
 @pytest.mark.parametrize(
     ("words", "status", "answer"),
     [
@@ -87,15 +97,15 @@ def test_an_example_runs_or_names_what_it_lacks(environment: Path, tmp_path: Pat
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_commands_answer(environment: Path, tmp_path: Path, words: list[str], status: int, answer: str) -> None:
-    done = call(environment / "cached", *words, folder=tmp_path)
+def test_commands_answer(with_lab: Path, tmp_path: Path, words: list[str], status: int, answer: str) -> None:
+    done = call(with_lab / "cached", *words, folder=tmp_path)
     assert done.returncode == status and answer in done.stdout + done.stderr, done.stderr
 
 
-def test_a_language_model_trains_and_reads(environment: Path, tmp_path: Path) -> None:
+def test_a_language_model_trains_and_reads(with_lab: Path, tmp_path: Path) -> None:
     (tmp_path / "FILE").write_text(TEXT, encoding="utf-8")
     short = ["training.steps=2", "training.batch_size=2"]
     for words in (["train", "demo_text", "data.path=FILE", *short], ["stream", "runs/demo_text", "FILE"]):
-        done = call(environment / "cached", *words, folder=tmp_path)
+        done = call(with_lab / "cached", *words, folder=tmp_path)
         assert done.returncode == 0, done.stderr
     assert "bits per byte" in done.stdout

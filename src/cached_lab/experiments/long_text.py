@@ -33,6 +33,7 @@ from cached_lab.training.run_files import CONFIG
 from cached_transformers.files import json_text, write_whole
 from cached_transformers.integrations.adapters import add_memory, remove_memory
 from cached_transformers.integrations.frozen_host import host_digest
+from cached_transformers.integrations.memory_hooks import cache_name
 from cached_transformers.integrations.transformers.memory_cache import DynamicCache
 from cached_transformers.loops.streaming import read_stream
 from cached_transformers.memories import memory_specs
@@ -195,7 +196,8 @@ class LongTexts:
         )
         for begin in range(0, len(ids) - 1, length):
             piece_1N = torch.tensor([ids[begin : begin + length + 1]], device=self.model.device)
-            out = self.model(piece_1N[:, :-1], past_key_values=cache, use_cache=cache is not None)
+            kept = {cache_name(self.model): cache, "use_cache": cache is not None}
+            out = self.model(piece_1N[:, :-1], **kept)
             nats = F.cross_entropy(out.logits[0].float(), piece_1N[0, 1:], reduction="sum").item()
             yield piece_1N.shape[1] - 1, nats, 0 if cache is None else _cache_bytes(cache)
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from cached_lab.data.babi import Story, read_stories
 from cached_lab.tasks.language.completion import Words
 from cached_lab.tasks.language.facts_in_books import ADJECTIVES, DIGITS, NOUNS, STORY_FACTS, fact, told_story
+from cached_transformers.integrations.memory_hooks import cache_name
 from cached_transformers.integrations.transformers.memory_cache import DynamicCache
 from cached_transformers.models.segments import for_loops
 
@@ -115,7 +116,7 @@ def right_answers(model: Any, text: AskedText, segment: int, arm: str) -> list[b
         piece_1N = ids_1N[:, begin : begin + segment]
         asked = begin + segment > first
         if reader is None:
-            options: dict[str, Any] = {"past_key_values": cache, "use_cache": cache is not None}
+            options: dict[str, Any] = {cache_name(model): cache, "use_cache": cache is not None}
             logits_1NV: Tensor = model(piece_1N, logits_to_keep=0 if asked else 1, **options).logits
         else:
             logits_1NV, state, _ = reader(piece_1N, state, last_only=not asked)

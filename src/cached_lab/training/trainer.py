@@ -179,7 +179,7 @@ class Trainer:
             self._skip()
         elif self._idle is not None:
             self._idle = None if self._gradient_norm else self._idle + 1
-            if self._idle == min(settings.max_bad_steps, settings.steps):
+            if self._idle == settings.max_bad_steps:
                 raise RunFailed(
                     f"{self._idle} steps in a row (training.max_bad_steps={settings.max_bad_steps}) gave no weight a "
                     "gradient; if only a memory trains, its texts must be longer than its window: take more segments"

@@ -293,6 +293,18 @@ def slot_attentions_of(memory: ModelMemory) -> Mapping[str, nn.Module]:
     return found  # type: ignore[return-value]
 
 
+def cache_name(host: nn.Module) -> str:
+    """The keyword of a host's KV cache in its forward and its output: `cache` from transformers 5.24 on."""
+    return "cache" if "cache" in inspect.signature(type(host).forward).parameters else "past_key_values"
+
+
+def rename_cache(given: dict[str, Any], name: str) -> Any:
+    """Give the KV cache among the arguments of a call this name, whichever of both it has, and return it."""
+    for other in {"cache", "past_key_values"} & {*given} - {name}:
+        given[name] = given.pop(other)
+    return given.get(name)
+
+
 def refuse_misspelt(model: nn.Module, args: Any, given: Iterable[str]) -> None:
     """Raise ValueError for a keyword that looks like ours, which `**kwargs` of a host would swallow; a forward pre-hook
     where no forward of ours is called."""

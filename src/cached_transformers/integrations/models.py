@@ -23,6 +23,7 @@ from cached_transformers.state import State
 
 from .adapters import add_memory
 from .frozen_host import freeze_host
+from .memory_hooks import cache_name
 
 
 def create_model(name: str, **kwargs: Any) -> nn.Module:
@@ -157,6 +158,7 @@ class TransformersModel(nn.Module):
                 config = transformers.AutoConfig.for_model(architecture, vocab_size=vocabulary, **options)
                 self.model = transformers.AutoModelForCausalLM.from_config(config)
         self.vocabulary = int(self.model.config.vocab_size)
+        self.cache_name = cache_name(self.model)
         if memory is not None:  # the caller cuts the text and carries the state
             add_memory(self.model, memory, segment_length=None)
         self.remembers = hasattr(self.model, "init_memory_state")
@@ -228,10 +230,10 @@ class TransformersModel(nn.Module):
     def step(self, inputs_BN: Tensor, opened: HostDecoder) -> Tensor:
         """Logits (B, V) after the next tokens of a partial segment, any number at a time."""
         check_tokens("inputs", inputs_BN, self.model.config.vocab_size)
-        given = {"memory_state": opened.state} if opened.kv is None else {"past_key_values": opened.kv}
+        given = {"memory_state": opened.state} if opened.kv is None else {self.cache_name: opened.kv}
         with self._autocast():
             out = self.model(input_ids=inputs_BN, use_cache=True, logits_to_keep=1, **given)
-        opened.kv = out.past_key_values
+        opened.kv = out[self.cache_name]
         return out.logits[:, -1]  # type: ignore[no-any-return]
 
     def ask_prompt(self, inputs_BN: Tensor, state: State) -> State:

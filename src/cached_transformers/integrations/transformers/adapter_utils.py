@@ -34,8 +34,8 @@ MORE = (
 ROTARY = ("rotary_emb", "pos_emb")
 """Names of a model's module of rotary positions."""
 
-CACHES = ("past_key_values", "layer_past")
-"""Names of the keyword by which a layer gets its KV cache."""
+CACHES = ("cache", "past_key_values", "layer_past")
+"""Names of the keyword by which a layer gets its KV cache; the first from transformers 5.24 on."""
 
 
 def adapts(families: str, suffix: str = "Attention") -> Callable[[Adapter], Adapter]:

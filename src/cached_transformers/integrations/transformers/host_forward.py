@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cached_transformers.integrations.memory_hooks import MemoryHook, no_loss, refuse_misspelt
+from cached_transformers.integrations.memory_hooks import MemoryHook, cache_name, no_loss, refuse_misspelt, rename_cache
 from cached_transformers.integrations.memory_lookup import like_weights, memory_of, refuse_frozen, with_weights
 from cached_transformers.integrations.segment_context import ModelCall, SegmentContext, running
 from cached_transformers.interfaces.incremental import asked, asks, needs_whole_segments
@@ -84,6 +84,7 @@ class HostForward:
             if run is not None and not hasattr(run, "_torchdynamo_disable"):  # here, since it imports the compiler
                 setattr(type(self), name, torch.compiler.disable(run, recursive=name == "eagerly"))
         self.names = self.outside = parameter_names(body)
+        self.cache_name = cache_name(body)
         memories = recipe_of([*([self.memory] if spans else []), *(hook.memory for hook in hooks)])  # type: ignore[list-item]
         self.recipe = f"{memories} in {getattr(self.body.config, 'num_hidden_layers', 0)} layers"
         self.kind = kind_of(self.recipe)
@@ -170,6 +171,7 @@ class HostForward:
         """The arguments of the body's forward by name (ValueError: inputs without a row or a token)."""
         given = {**dict(zip(self.names, args, strict=False)), **kwargs}
         refuse_misspelt(self.body, args, given)
+        rename_cache(given, "past_key_values")
         for name in ("input_ids", "inputs_embeds", "pixel_values"):
             if 0 in getattr(given.get(name), "shape", ()):
                 raise ValueError(f"{name} of shape {tuple(given[name].shape)} has nothing to read; leave the call out")

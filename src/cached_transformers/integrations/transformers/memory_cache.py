@@ -226,6 +226,11 @@ class MemoryCache(Cache):  # type: ignore[misc]
         return -1
 
     @property
+    def is_linear(self) -> list[bool]:
+        """[False]: generate cuts a prompt after the tokens that were read; transformers 5.24 asks it first."""
+        return [False]
+
+    @property
     def is_croppable(self) -> bool:
         """False: a memory that was written cannot be undone."""
         return False

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cached_transformers.integrations.memory_hooks import refuse_misspelt
+from cached_transformers.integrations.memory_hooks import refuse_misspelt, rename_cache
 from cached_transformers.integrations.segment_context import ModelCall, release_checkpoints, running
 from cached_transformers.interfaces.incremental import asks
 from cached_transformers.layers.initial_state import PLACE as INITIAL_STATE
@@ -33,7 +33,7 @@ UNDONE = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit",
 
 def called(reader: HostForward, forward: Callable[..., Any], first: Any, *args: Any, **kwargs: Any) -> Any:
     """Call a forward; with `past_key_values` outside of a compiled graph, which would serve only one length of them."""
-    continues = any(isinstance(value, Cache) for value in (*args, kwargs.get("past_key_values")))
+    continues = any(isinstance(value, Cache) for value in (*args, rename_cache(kwargs, reader.cache_name)))
     if continues and torch.compiler.is_compiling() and not is_exporting():
         return reader.eagerly(forward, first, *args, **kwargs)
     return forward(first, *args, **kwargs)
@@ -101,6 +101,7 @@ def generate(
         ValueError: arguments that a memory cannot follow, and errors of transformers.
     """
     model, reader = place
+    cache = rename_cache(kwargs, reader.cache_name)
     names = list(inspect.signature(type(model).generate).parameters)[3:]
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     ids, embedded = given.get("input_ids") if inputs is None else inputs, given.get("inputs_embeds")
@@ -133,7 +134,7 @@ def generate(
             "or add the memory with retrieve='segments'"
         )
     prompt, mask = ids if embedded is None else embedded, given.get("attention_mask")
-    text, first = reader.text_of(given.get("past_key_values"), memory_state, 1 if prompt is None else len(prompt)), 0
+    text, first = reader.text_of(cache, memory_state, 1 if prompt is None else len(prompt)), 0
     if text.tokens:
         if setting("use_cache") is False:
             raise ValueError("use_cache=False beside past_key_values: all would be read again; leave one out")
@@ -213,7 +214,7 @@ def expand(
     ids, kwargs = own(expand_size, *args, **kwargs)
     if memory_state is not None:
         kwargs[OUTPUT] = repeat(memory_state, expand_size)
-    cache = kwargs.get("past_key_values")
+    cache = kwargs.get("cache", kwargs.get("past_key_values"))
     if isinstance(cache, MemoryCache) and expand_size > 1:
         cache.batch_repeat_interleave(expand_size)
     return ids, kwargs

@@ -30,7 +30,7 @@ from cached_transformers.state import State, map_state, named_tensors
 
 KINDS = ("linear_attention", "conv", "mamba", "hybrid", "hybrid_sliding")
 """Layer types of transformers' configs with a recurrent state."""
-CACHES = ("cache_params", "past_key_values")
+CACHES = ("cache", "cache_params", "past_key_values")
 """Names of the keyword by which a recurrent layer gets its cache."""
 NOTHING: State = ((), ())
 """The state of a layer that has read nothing: no convolution inputs, no recurrent states."""

@@ -84,7 +84,7 @@ class DecoderForward(HostForward):
         ids, positions = given.pop("document_ids", None), given.get("position_ids")
         if ids is None and positions is None:
             refuse_told(bounds, "a memory reads document_ids or position_ids that begin again; give these, or")
-        cache, first = given.get("past_key_values"), given.get("input_ids")
+        cache, first = given.get("cache", given.get("past_key_values")), given.get("input_ids")
         first = given.get("inputs_embeds") if first is None else first
         found = None
         if isinstance(cache, MemoryCache) and cache.tokens:
@@ -145,7 +145,7 @@ class DecoderForward(HostForward):
                 answers = read(segments, text.state, given, text if keeps else None)
             out = join(text, inputs, segments, answers, n, asks)
         if keeps:
-            out["past_key_values"] = text if cache is None or cache is text else text.replace(cache)
+            out[self.cache_name] = text if cache is None or cache is text else text.replace(cache)
         return out, text.state_after
 
     _read_rows_apart = _read_rows
@@ -316,7 +316,8 @@ class DecoderForward(HostForward):
         kv_cache, call = context.kv_cache, {**inputs, "attention_mask": mask, "return_dict": True, **keyword, **options}
         for recurrent in self.recurrent:
             recurrent.tracked.follow()
-        out = run_host(context, self.hooks, self.body, past_key_values=kv_cache, use_cache=kv_cache is not None, **call)
+        call |= {self.cache_name: kv_cache, "use_cache": kv_cache is not None}
+        out = run_host(context, self.hooks, self.body, **call)
         for recurrent in self.recurrent:
             recurrent.check_read(context)
         return out
