@@ -99,6 +99,7 @@ def test_it_begins_with_nothing_and_half_precision_goes_in_and_out(rule: str, de
     shares: Any = {**shares_of(made), "chunk": 4}
     q, k, v = (made[name] for name in "qkv")
     assert all(torch.equal(a, b) for a, b in zip(causal_scan(q, k, v, **shares), scan(made), strict=True))
+    assert torch.equal(causal_scan(None, k, v, **shares)[1], scan(made)[1])
     half, state = causal_scan(*(t.bfloat16() for t in (q, k, v)), **shares)
     assert half.dtype == torch.bfloat16 and state.dtype == torch.float32
     out, last = causal_scan(q[:, :, :0], k[:, :, :0], v[:, :, :0], made["state"], **shares)

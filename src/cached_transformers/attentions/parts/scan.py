@@ -41,7 +41,7 @@ LEAST = -1e30
 
 
 def causal_scan(
-    q_BHNF: Tensor,
+    q_BHNF: Tensor | None,
     k_BHNF: Tensor,
     v_BHNV: Tensor,
     state_BHFV: Tensor | None = None,
@@ -56,6 +56,7 @@ def causal_scan(
     A normaliser is a column of ones in v. A token with k of 0 (or beta of 0) and g of 0 leaves the state as it is.
 
     Args:
+        q_BHNF: None where only S is wanted; the outputs are then the values.
         state_BHFV: S before the first token; zeros when None.
         beta_BHN1: shares of the delta rule, for which beta |k|^2 must be at most 2; None for a sum.
         erase_BHNF: shares of the channels of keys, instead of beta; values are then u, written as they are.
@@ -67,9 +68,9 @@ def causal_scan(
     F log2(C) exponentials a token.
     """
     dtype = torch.promote_types(v_BHNV.dtype, torch.float32)
-    rows, heads, tokens, features = q_BHNF.shape
+    rows, heads, tokens, features = k_BHNF.shape
     if state_BHFV is None:
-        state_BHFV = q_BHNF.new_zeros(rows, heads, features, v_BHNV.shape[-1], dtype=dtype)
+        state_BHFV = k_BHNF.new_zeros(rows, heads, features, v_BHNV.shape[-1], dtype=dtype)
     state = state_BHFV.to(dtype)
     if tokens == 0:
         return v_BHNV, state
@@ -78,44 +79,44 @@ def causal_scan(
     if channels:
         size = 1 << (size - 1).bit_length()
     # What fills up the last chunk has beta 0, keys of 0 and g 0: it changes no state.
-    q, k, v = (into_blocks(t.to(dtype), size) for t in (q_BHNF, k_BHNF, v_BHNV))
+    k, v, *reads = (into_blocks(t.to(dtype), size) for t in (k_BHNF, v_BHNV, q_BHNF) if t is not None)
     share = beta_BHN1 if erase_BHNF is None else erase_BHNF
     share = None if share is None else into_blocks(share.to(dtype), size)
-    reading, found, kept, whole = q, k, k, None
+    reading, found, kept, whole = reads, k, k, None
     if log_decay_BHNG is None:
         g = None
     else:
         g = into_blocks(log_decay_BHNG.to(dtype), size)
         since = g.cumsum(-2).exp()
-        reading, found, kept = q * since, k * since, k * _behind(g).exp()
+        reading, found, kept = [q * since for q in reads], k * since, k * _behind(g).exp()
         whole = since[..., -1:, :].mT
     if share is None:
-        (weights,) = _pairs((q,), k, g)
+        weights = _pairs(reads, k, g)
         out, state = _sums(weights, reading, kept, v, whole, state)
     else:
-        weights, lower = _pairs((q, k * share), k, g)
+        *weights, lower = _pairs([*reads, k * share], k, g)
         wanted = torch.cat([v, found], -1) * share if erase_BHNF is None else torch.cat([v, found * share], -1)
         if size > 1:
             wanted = torch.linalg.solve_triangular(lower.tril(-1), wanted, upper=False, unitriangular=True)
         out, state = _corrections(weights, reading, kept, wanted, whole, state)
-    return out_of_blocks(out, tokens).to(v_BHNV.dtype), state
+    return (v_BHNV if out is None else out_of_blocks(out, tokens).to(v_BHNV.dtype)), state
 
 
 def _sums(
-    weights: Tensor, reading: Tensor, kept: Tensor, v: Tensor, whole: Tensor | None, state: Tensor
-) -> tuple[Tensor, Tensor]:
-    inside, written, before = weights @ v, kept.mT @ v, []
+    weights: list[Tensor], reading: list[Tensor], kept: Tensor, v: Tensor, whole: Tensor | None, state: Tensor
+) -> tuple[Tensor | None, Tensor]:
+    written, before = kept.mT @ v, []
     # Unbound, not indexed: the gradient of an index is as long as the sequence.
     decays = () if whole is None else whole.unbind(2)
     for index, new in enumerate(written.unbind(2)):
         before.append(state)
         state = (state * decays[index] if decays else state) + new
-    return inside + reading @ torch.stack(before, 2), state
+    return (weights[0] @ v + reading[0] @ torch.stack(before, 2) if weights else None), state
 
 
 def _corrections(
-    weights: Tensor, reading: Tensor, kept: Tensor, wanted: Tensor, whole: Tensor | None, state: Tensor
-) -> tuple[Tensor, Tensor]:
+    weights: list[Tensor], reading: list[Tensor], kept: Tensor, wanted: Tensor, whole: Tensor | None, state: Tensor
+) -> tuple[Tensor | None, Tensor]:
     u, w = wanted.split([state.shape[-1], kept.shape[-1]], -1)
     before, corrections = [], []
     decays = () if whole is None else whole.unbind(2)
@@ -123,7 +124,9 @@ def _corrections(
         before.append(state)
         corrections.append(chunk_u - chunk_w @ state)
         state = (state * decays[index] if decays else state) + chunk_k.mT @ corrections[-1]
-    return weights @ torch.stack(corrections, 2) + reading @ torch.stack(before, 2), state
+    if not weights:
+        return None, state
+    return weights[0] @ torch.stack(corrections, 2) + reading[0] @ torch.stack(before, 2), state
 
 
 def _behind(g: Tensor) -> Tensor:
@@ -131,15 +134,15 @@ def _behind(g: Tensor) -> Tensor:
     return F.pad(g[..., 1:, :], (0, 0, 0, 1)).flip(-2).cumsum(-2).flip(-2)
 
 
-def _pairs(lefts: tuple[Tensor, ...], k: Tensor, g: Tensor | None) -> tuple[Tensor, ...]:
+def _pairs(lefts: list[Tensor], k: Tensor, g: Tensor | None) -> list[Tensor]:
     """(..., C, C) of each: sum_d left_id k_jd e^{(j, i]_d} for j <= i, and 0 for j > i."""
     if g is None:
-        return tuple((left @ k.mT).tril() for left in lefts)
+        return [(left @ k.mT).tril() for left in lefts]
     if g.shape[-1] == 1:
         # (..., C, C): e to the sum of g after token j up to token i; 0 where j > i
         below = torch.ones(g.shape[-2], g.shape[-2], dtype=g.dtype, device=g.device).tril(-1)
         lost = (g.clamp(min=LEAST) * below).cumsum(-2).exp().tril()
-        return tuple((left @ k.mT) * lost for left in lefts)
+        return [(left @ k.mT) * lost for left in lefts]
     near = [(left * k).sum(-1)[..., None, None] for left in lefts]  # blocks of one token
     half, size = 1, k.shape[-2]
     while half < size:
@@ -152,4 +155,4 @@ def _pairs(lefts: tuple[Tensor, ...], k: Tensor, g: Tensor | None) -> tuple[Tens
             first, second = near[index].unflatten(-3, (-1, 2)).unbind(-3)
             near[index] = torch.cat([F.pad(first, (0, half)), torch.cat([far, second], -1)], -2)
         half *= 2
-    return tuple(t.squeeze(-3) for t in near)
+    return [t.squeeze(-3) for t in near]

@@ -97,7 +97,7 @@ def corrected(
     with torch.autocast(k_BHNE.device.type, enabled=False):
         k_BHNE = unit(k_BHNE)
         v_BHNF = wide(v_BHNF)
-        return causal_scan(k_BHNE, k_BHNE, v_BHNF, matrix_BHEF, beta_BHN1=beta_BHN1, log_decay_BHNG=log_decay_BHNG)[1]
+        return causal_scan(None, k_BHNE, v_BHNF, matrix_BHEF, beta_BHN1=beta_BHN1, log_decay_BHNG=log_decay_BHNG)[1]
 
 
 def full_precision(t: Tensor) -> AbstractContextManager[Any]:
