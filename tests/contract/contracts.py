@@ -244,7 +244,7 @@ CONTRACTS: dict[str, Contract] = {
         cost=Cost({"length": M}, lambda: LAYERS * (layer(2 * M / N) + 4 * D * M * (2 + 2 * M / N))),
     ),
     "rmt/causal": Contract(
-        options={"length": 3, "mask": "causal"},
+        options={"length": 3, "mask": "causal", "initial_carry": 0.5},
         bytes_per_row=lambda d: 4 * 3 * d + 8,
         model={"norm": "post", "positions": "relative"},
         exempt={"empty": LEARNED},

@@ -43,7 +43,14 @@ def twin_sees(row: int, key: int, n: int, mask: str, front: int) -> bool:
 
 
 def twin(
-    model: nn.Module, segments: Sequence[Tensor], *, mask: str, cache: int = 0, read_cache: bool = False, slots: int = 0
+    model: nn.Module,
+    segments: Sequence[Tensor],
+    *,
+    mask: str,
+    cache: int = 0,
+    read_cache: bool = False,
+    slots: int = 0,
+    initial_carry: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Logits and last memory of a pre-norm model with relative positions, in loops over rows, heads and places."""
     stack, spanning = model.stack, model.stack.model_memory  # type: ignore[union-attr]
@@ -64,6 +71,11 @@ def twin(
                 )
                 x = twin_block(block, x, places, stored, n, mask, read_cache, front)
             memory = torch.stack([spanning.norm(t) for t in x[front + n :]])  # type: ignore[union-attr, operator]
+            if initial_carry is not None:
+                pairs = zip(spanning.initial_MD, spanning.carry_M, memory, strict=True)  # type: ignore[union-attr, arg-type]
+                memory = torch.stack(
+                    [a + g * a.square().sum().sqrt() * y / y.square().sum().sqrt() for a, g, y in pairs]
+                )
             past = [*past, memory] if slots else []
             logits.append(torch.stack([model.head(stack.norm(t)) for t in x[front : front + n]]))  # type: ignore[operator, union-attr]
             seen += n
@@ -116,6 +128,7 @@ def twin_block(
         {"mask": "causal", "cache": 4, "read_cache": True},
         {"mask": "full", "slots": 2},
         {"mask": "causal", "slots": 3, "cache": 4},
+        {"mask": "full", "initial_carry": 0.7},
     ],
     ids=str,
 )

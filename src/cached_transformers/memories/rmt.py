@@ -28,11 +28,13 @@ feed-forward.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from cached_transformers.attentions.parts.building_blocks import attend
 from cached_transformers.checks import at_least_one
@@ -85,6 +87,7 @@ class Retrieval(nn.Module):
     gradient="through the memory, over `bptt` segments; none into the cache",
     without={"bias": "mask='causal', and of a cache read_cache=True", "context": "cache=0"},
     probe=Probing(fixed(length=4)),
+    presets={"trained": {"initial_carry": 0.1}},
 )
 class RMT(ModelMemory):
     """Memory tokens before the segment are read, as many after it are written and carried to the next one.
@@ -99,6 +102,9 @@ class RMT(ModelMemory):
         mask: of a causal model: memory tokens see "full" their block, or in the "causal" order (no bias for the core).
         cache: C, tokens of a Transformer-XL memory in every layer; 0 for none.
         read_cache: whether memory tokens see the cache.
+        initial_carry: ours, for a model that was trained without the memory, whose outputs are no embeddings: carry
+            m_0 + g |m_0| y / |y| instead of the output y, m_0 the learned first token and g one learned number a token,
+            this at first. `preset="trained"` is 0.1.
         slots: S, memories from which the last one retrieves; 0 for no retrieval.
         causal: whether the model is causal (models say it themselves); in others the memory is in front only, and its
             outputs there are carried.
@@ -117,12 +123,17 @@ class RMT(ModelMemory):
         cache: int = 0,
         read_cache: bool = False,
         slots: int = 0,
+        initial_carry: float | None = None,
         causal: bool = True,
         norm: str = "pre",
     ) -> None:
         super().__init__()
         check_tokens(length, mask, cache)
         at_least_one("; 0 for no retrieval", least=0, slots=slots)
+        if initial_carry is not None and not 0 <= initial_carry < math.inf:
+            raise ValueError(
+                f"initial_carry={initial_carry} must be at least 0 and finite; None carries tokens as they are"
+            )
         if read_cache and not cache:
             raise ValueError("read_cache=True needs tokens to read; give cache=..., or take read_cache=False")
         self.width, self.heads, self.length, self.cache, self.read_cache = width, heads, length, cache, read_cache
@@ -134,6 +145,7 @@ class RMT(ModelMemory):
         self.needs |= ({"bias"} if self.masks else set()) | (CacheBeforeTokens.needs if cache else set())
         self.initial_MD = nn.Parameter(torch.randn(length, width) / width**0.5)
         self.norm = carried_norm(norm, width)
+        self.carry_M = None if initial_carry is None else nn.Parameter(torch.full((length,), float(initial_carry)))
         self.retrieval = Retrieval(width) if slots else None
 
     def layer_memory(self, index: int) -> LayerMemory:
@@ -181,7 +193,11 @@ class RMT(ModelMemory):
 
     def exit(self, state: MemoryTokens, x_BND: Tensor, traces: Sequence[Trace]) -> tuple[Tensor, MemoryTokens, None]:
         m, n = self.length, x_BND.shape[1] - self.extra_tokens
-        written_BMD = self.norm(x_BND[:, -m:] if self.behind else x_BND[:, :m]).to(state.tokens_BMD.dtype)
+        written_BMD = self.norm(x_BND[:, -m:] if self.behind else x_BND[:, :m])
+        if self.carry_M is not None:
+            length_M1 = self.carry_M[:, None] * torch.linalg.vector_norm(self.initial_MD, dim=-1, keepdim=True)
+            written_BMD = self.initial_MD + length_M1 * F.normalize(written_BMD, dim=-1)
+        written_BMD = written_BMD.to(state.tokens_BMD.dtype)
         wrote_B = wrote(traces[0].query.narrow(self.front, n).padding_BN, x_BND)
         kept_BMD = torch.cat([state.tokens_BMD[:, m:], written_BMD], 1)
         tokens_BMD = torch.where(wrote_B[:, None, None], kept_BMD, state.tokens_BMD)
