@@ -16,6 +16,8 @@ PROJECT = Path(__file__).resolve().parents[1]
 
 # Tests are small and may run side by side.
 torch.set_num_threads(1)
+# Nothing is fetched from the hub, and no test waits for its retries.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -48,6 +48,7 @@ def test_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(ids_BN, documents.documents_of(small, 3))
 
 
+@pytest.mark.slow
 def test_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A text of another length needs graphs of its own; an image model is compiled in the same table."""
     monkeypatch.setattr(compiled, "ModelSizes", lambda: TINY)
