@@ -60,7 +60,7 @@ def layer(tokens: float) -> float:
 
 def gated_delta() -> float:
     """Multiply-adds of a segment's write in one chunk; its triangular systems are not counted."""
-    return 3 * D * (D / H + N)
+    return D * (2 * D / H + N)
 
 
 def ahn(slots: int) -> float:

@@ -64,7 +64,7 @@ class OpenedAHN(NamedTuple):
     equations="o_t = attention over [sinks, window, segment] + (rms(M^T q_t / sqrt(E)) w SiLU(W_g x_t)) O; for a token "
     "that leaves the window M <- e^g M + b k (v - e^g M^T k)^T; k and q of length 1",
     state="per row and layer, in float32: S (8 G E + 8) + R (8 G E + 8 H + 8) + 4 D E + 24 bytes, E = D / H",
-    cost="per token and layer: 3 (S + R) D (slots), 3 D H (gates), 2 D E (read) and D (3 E + 4 C), C = min(64, N), "
+    cost="per token and layer: 3 (S + R) D (slots), 3 D H (gates), 2 D E (read) and 2 D (E + C), C = min(64, N), "
     "(write) multiply-adds",
     reach="the first S and the last R tokens, and as far as decay lets it",
     gradient="through M into b and g of tokens that leave within `bptt` segments; none into stored keys and values",

@@ -107,7 +107,7 @@ def store(
     "gated_delta: M' = e^g M + b k (v - e^g M^T k)^T, A_mem = M^T q",
     state="per row and layer: 4 (D E + D) + 8 bytes, E = D / H; gated_delta 4 D E + 8",
     cost="per token and layer: D E + D (read) and D E (write; with a delta rule 2 D E + D, exact also 3 D C / 2, "
-    "C = 64 tokens or N) multiply-adds; gated_delta 4 D E + 4 D C + 2 D H, decays of channels D^2 for D H",
+    "C = 64 tokens or N) multiply-adds; gated_delta 3 D E + 2 D C + 2 D H, decays of channels D^2 for D H",
     reach="unbounded; each write is diluted by all later ones, but for keys that differ",
     gradient="through the matrix, over `bptt` segments",
     probe=Probing(fixed()),
