@@ -43,11 +43,11 @@ test-peers: $(VENV)/.installed-dev $(VENV)/.installed-peers $(VENV)/.installed-e
 # An old torch comes with gigabytes of CUDA; TORCHVISION must be the one that was built for it.
 TORCH ?= 2.6.0
 TORCHVISION ?= 0.21.0
-test-torch:  ## the fast tests with another torch, in an environment of its own: TORCH=2.6.0 TORCHVISION=0.21.0, or =newest for both
+test-torch:  ## the fast tests with another torch, in an environment of its own: TORCH=2.6.0 TORCHVISION=0.21.0; TORCH=newest for the newest of all packages
 	$(PYTHON) -m venv .venv-torch-$(TORCH)
 	grep -vE '^torch(vision)?==' constraints.txt > .venv-torch-$(TORCH)/constraints.txt
-	.venv-torch-$(TORCH)/bin/python -m pip install -q -c .venv-torch-$(TORCH)/constraints.txt -e ".[dev]" \
-		$(if $(filter newest,$(TORCH)),torch torchvision,torch==$(TORCH) torchvision==$(TORCHVISION))
+	.venv-torch-$(TORCH)/bin/python -m pip install -q -e ".[dev]" $(if $(filter newest,$(TORCH)),torch torchvision,\
+		-c .venv-torch-$(TORCH)/constraints.txt torch==$(TORCH) torchvision==$(TORCHVISION))
 	$(TEST_ENV) .venv-torch-$(TORCH)/bin/python -m pytest -n 2 --dist worksteal
 
 # Nothing is installed: a machine with a GPU has its own torch, and perhaps no network.
