@@ -301,7 +301,8 @@ def cache_name(host: nn.Module) -> str:
 def rename_cache(given: dict[str, Any], name: str) -> Any:
     """Give the KV cache among the arguments of a call this name, whichever of both it has, and return it."""
     for other in {"cache", "past_key_values"} & {*given} - {name}:
-        given[name] = given.pop(other)
+        value = given.pop(other)
+        given[name] = value if given.get(name) is None else given[name]
     return given.get(name)
 
 

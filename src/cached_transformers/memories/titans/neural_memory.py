@@ -26,7 +26,7 @@ every step, each with a share gamma_i, and ATLAS orthogonalises the sum by Newto
 
 All c gradients are at the weights with which the chunk begins, also those of tokens before the chunk: n = N theta K
 gamma, K_sj = 1 for 0 <= s - j < c, and nothing else changes. NS is not linear in S: it acts at the end of a chunk, with
-the mean theta of its tokens; until then a token reads the weights that the chunk began with, less what is forgotten.
+the mean theta of its tokens; until then a token reads the weights of the chunk's begin, reduced by forgetting.
 
 Legend: B rows, G nets, N tokens, Q chunks, C tokens of a chunk, K width of keys, V of values, (I, O) of a matrix, P
 numbers of a net; `...` any leading dimensions.
