@@ -96,7 +96,7 @@ def logit(share: float, gate: Gate) -> float:
     "4 (c - 1) (2 D + G)",
     cost="per token and layer, K = D / G: 3 D^2 + 3 D G (projections, gates) + G (5 P + 2 C K + C^2 + C) "
     "multiply-adds, with layers=2 G (5.5 P + 2 C K (expansion + 1) + C^2 + C); place='context': "
-    "5 D^2 + 3 D G + D K + 2 N D + G (3 P + C^2 + C)",
+    "5 D^2 + 3 D G + D K + 2 N D + G (3 P + C^2 + C); window and orthogonal D G more, and c - 1 gradients a chunk",
     reads_again="its segment for each written token, with place='context', window or orthogonal",
     reach="unbounded, as far as forgetting lets it; with layers=1 as many keys as K are independent",
     gradient="through the weights and every step of their learning, over `bptt` segments",
