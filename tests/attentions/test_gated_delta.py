@@ -257,7 +257,7 @@ def test_recorded_layer_of_gated_deltanet(shared: Path) -> None:
     with torch.no_grad():
         for name, place in places.items():
             place.copy_(recorded[f"param/{name}"])
-    x, cut = recorded["x"], int(recorded["cut"])
+    x = recorded["x"]
 
     def filtered(name: str) -> Tensor:
         projected, taps = x @ recorded[f"param/{name}"].mT, recorded[f"param/c{name}"]
@@ -269,16 +269,18 @@ def test_recorded_layer_of_gated_deltanet(shared: Path) -> None:
     for name, t in {"q": core.features(q, None), "k": core.features(k, None), "v": v}.items():
         torch.testing.assert_close(t, recorded.heads_first(f"mid/{name}"), rtol=0, atol=1e-10)
     torch.testing.assert_close(core.decay(x)[0], recorded.heads_first("mid/g"), rtol=0, atol=1e-10)
-    state, outs = (), []
-    for part in (slice(0, cut), slice(cut, 13)):
-        result = core(q[:, :, part], k[:, :, part], v[:, :, part], x_BND=x[:, part], causal=True, state=state)
+    same_in_two_parts(recorded, core, (q, k, v), (), "o")
+
+
+def same_in_two_parts(recorded: Recorded, core: Any, qkv_BHNE: Any, state: Any, output: str) -> None:
+    cut, outs = int(recorded["cut"]), []
+    for part, name in ((slice(0, cut), "mid_state"), (slice(cut, 13), "state")):
+        result = core(*(t[:, :, part] for t in qkv_BHNE), x_BND=recorded["x"][:, part], causal=True, state=state)
         state = result.state
         outs.append(result.out_BHNV)
-        if part.start == 0:
-            torch.testing.assert_close(state, recorded["mid_state"], rtol=0, atol=1e-10)
-    merged = torch.cat(outs, 2).transpose(1, 2).flatten(2)
-    torch.testing.assert_close(merged @ recorded["param/o"].mT, recorded["out"], rtol=0, atol=1e-10)
-    torch.testing.assert_close(state, recorded["state"], rtol=0, atol=1e-10)
+        torch.testing.assert_close(state, recorded[name], rtol=0, atol=1e-10)
+    merged = torch.cat(outs, 2).transpose(1, 2).flatten(2) @ recorded[f"param/{output}"].mT
+    torch.testing.assert_close(merged, recorded["out"], rtol=0, atol=1e-10)
 
 
 def gdn2_layer(shared: Path, **options: Any) -> tuple[Recorded, Any]:
@@ -306,20 +308,11 @@ def test_recorded_layer_of_gated_deltanet_2(shared: Path) -> None:
         core.gate.weight.copy_(gate)
         for name, place in places.items():
             place.copy_(recorded[f"param/{name}"])
-    x, cut, state, outs = recorded["x"], int(recorded["cut"]), recorded["state0"], []
+    x = recorded["x"]
     q, k, v = ((x @ recorded[f"param/{name}_proj"].mT).unflatten(-1, (2, -1)).transpose(1, 2) for name in "qkv")
     for name, t in {"q": core.features(q, None), "k": core.features(k, None), "v": F.silu(v)}.items():
         torch.testing.assert_close(t, recorded.heads_first(name), rtol=0, atol=1e-10)
-    for part in (slice(0, cut), slice(cut, 13)):
-        pieces = (q[:, :, part], k[:, :, part], F.silu(v)[:, :, part])
-        result = core(*pieces, x_BND=x[:, part], causal=True, state=state)
-        state = result.state
-        outs.append(result.out_BHNV)
-        if part.start == 0:
-            torch.testing.assert_close(state, recorded["mid_state"], rtol=0, atol=1e-10)
-    merged = torch.cat(outs, 2).transpose(1, 2).flatten(2)
-    torch.testing.assert_close(merged @ recorded["param/o_proj"].mT, recorded["out"], rtol=0, atol=1e-10)
-    torch.testing.assert_close(state, recorded["state"], rtol=0, atol=1e-10)
+    same_in_two_parts(recorded, core, (q, k, F.silu(v)), recorded["state0"], "o_proj")
 
 
 def test_recorded_delta_product(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,19 +32,12 @@ def published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     transformers = library("transformers")
     bart = {"d_model": 16, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 16}
     bart |= {"decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 16}
+    llama = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    llama |= {"intermediate_size": 16, "vocab_size": 300}
     sizes: dict[str, Callable[[], Any]] = {
         "gpt2": lambda: transformers.GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=300),
-        "meta-llama/Llama-3.2-1B": lambda: transformers.LlamaConfig(
-            hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=300
-        ),
-        "HuggingFaceTB/SmolLM2-135M-Instruct": lambda: transformers.LlamaConfig(
-            hidden_size=16,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            intermediate_size=16,
-            vocab_size=300,
-        ),
+        "meta-llama/Llama-3.2-1B": lambda: transformers.LlamaConfig(**llama),
+        "HuggingFaceTB/SmolLM2-135M-Instruct": lambda: transformers.LlamaConfig(**llama),
         "facebook/bart-base": lambda: transformers.BartConfig(**bart, vocab_size=300),
     }
     load = transformers.PreTrainedModel.from_pretrained.__func__

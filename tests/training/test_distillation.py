@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pairs
 import pytest
 import torch
 from common import refuses
@@ -12,9 +13,12 @@ from real_weights import TEXT, glass_folder
 from torch import Tensor
 from training.small_language import CPU
 
+from cached_lab.cli.main import main
 from cached_lab.experiments.build import build_dataset, build_model
 from cached_lab.tasks.kinds import make_task
 from cached_lab.tasks.recipes import config_from_dict, fill_from_data
+from cached_lab.training.config import config_to_yaml
+from cached_lab.training.metrics import read_metrics
 from cached_lab.training.progress import Reporter
 from cached_lab.training.trainer import Trainer
 from cached_transformers import ReplayLoop, SegmentLoop, Teacher, create_model
@@ -145,14 +149,8 @@ def recipe(folder: Path, **training: Any) -> Any:
         },
         "training": {
             **{"steps": 4, "batch_size": 2, "accumulate": 2, "segment_length": 24, "segments": 3, "bptt": 3},
-            **{
-                "teacher": True,
-                "metric": "loss",
-                "evaluate_every": 2,
-                "tensorboard": False,
-                "device": "cpu",
-                **training,
-            },
+            **{"teacher": True, "metric": "loss", "evaluate_every": 2, "tensorboard": False, "device": "cpu"},
+            **training,
         },
     }
     return config_from_dict(tree)
@@ -202,6 +200,22 @@ def test_answers_are_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     trainer(tmp_path, tmp_path / "first").fit()
     monkeypatch.setattr(Teacher, "answers", None)
     trainer(tmp_path, tmp_path / "second").fit()
+
+
+def test_two_processes_distil_as_one_does(tmp_path: Path) -> None:
+    (tmp_path / "book.txt").write_text(TEXT * 60, encoding="utf-8")
+    (tmp_path / "recipe.yaml").write_text(config_to_yaml(recipe(tmp_path, log_every=1, batch_size=4)), encoding="utf-8")
+    losses = {}
+    for kind in ("one", "ddp", "fsdp"):
+        words = ["train", str(tmp_path / "recipe.yaml"), "--out", str(tmp_path / kind)]
+        if kind == "one":
+            assert main(words) == 0
+        else:
+            pairs.commands([*words, f"training.parallel={kind}"], tmp_path / f"{kind}_meeting")
+        losses[kind] = [record["loss"] for record in read_metrics(tmp_path / kind / "metrics.jsonl")]
+    assert len(losses["one"]) == 6
+    assert losses["ddp"] == pytest.approx(losses["one"], abs=1e-5)
+    assert losses["fsdp"] == pytest.approx(losses["one"], abs=1e-5)
 
 
 def test_runs_that_no_teacher_suits_are_refused(tmp_path: Path) -> None:
