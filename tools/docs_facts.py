@@ -17,11 +17,20 @@ from pathlib import Path
 from typing import Any
 
 from cached_lab.experiments.facts import registry_facts
+from cached_lab.experiments.recommend import ADVICE, RESULTS, TASKS, Advice
+from cached_lab.experiments.recommend import in_words as in_cell
 from cached_transformers.interfaces.capabilities import in_words
 from cached_transformers.registry import MEMORIES
 
 PROJECT = Path(__file__).resolve().parents[1]
-PAGES = ("README.md", "docs/index.md", "docs/memories.md", "docs/attentions.md", "docs/probes.md")
+PAGES = (
+    "README.md",
+    "docs/index.md",
+    "docs/which-memory.md",
+    "docs/memories.md",
+    "docs/attentions.md",
+    "docs/probes.md",
+)
 REGION = re.compile(r"(<!-- facts: ([\w ]+?) -->)(.*?)(<!-- /facts -->)", re.DOTALL)
 NUMBERS = (
     *("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"),
@@ -37,6 +46,9 @@ PROBED = ("chance", "solved_by")
 CODE = {"equation", "equations"}
 BAR = r"\|"
 """A bar within a cell of a table."""
+
+FIRST = tuple(task for task in TASKS if task != "documents")
+"""Tasks in the README."""
 
 Part = dict[str, Any]
 Facts = dict[str, list[Part]]
@@ -98,6 +110,12 @@ def purposes(facts: Facts, kind: str, old: str) -> str:
     return block(["| what you want | look at |", "| --- | --- |", *rows])
 
 
+def advice(rows: Sequence[Advice], results: str) -> str:
+    """Table of recommendations, each with a link to its result."""
+    lines = [f"| {row.task} | {row.need} | {in_cell(row)} | [{row.result}]({results}/{row.proof}) |" for row in rows]
+    return block(["| task | need | memory | result |", "| --- | --- | --- | --- |", *lines])
+
+
 def section(facts: Facts, kind: str, name: str) -> str:
     """Paper and facts of one part."""
     part = next((part for part in facts[kind] if part["name"] == name), None)
@@ -130,7 +148,10 @@ def papers(facts: Facts, kind: str, less: int = 0) -> str:
 
 TEXTS: dict[str, Callable[[Facts, str], str]] = {
     "table of memories": lambda facts, old: table(facts, "memories", old),
-    "purposes of memories": lambda facts, old: purposes(facts, "memories", old),
+    "advice": lambda facts, old: advice(ADVICE, "results"),
+    "first advice": lambda facts, old: advice(
+        [next(row for row in ADVICE if row.task == task) for task in FIRST], RESULTS
+    ),
     "purposes of attentions": lambda facts, old: purposes(facts, "attentions", old),
     "papers of memories": lambda facts, old: papers(facts, "memories"),
     "other papers of memories": lambda facts, old: papers(facts, "memories", 1),

@@ -35,6 +35,7 @@ NOT_RUN = {
     "cached fetch glass": "downloads; tests/real/test_names.py",
     "cached train distil": "needs a fetched model; tests/real/test_distilled.py",
     "cached read glass": "needs a fetched model; tests/real/test_distilled.py",
+    "cached recommend": "needs a fetched model; tests/cli/test_recommend.py",
     "cached chat smollm2": "talks for minutes; tests/cli/test_chat.py",
     "cached probe armt armt.length=4": "trains for days at the paper's sizes; tests/probes/test_far.py",
     "cached probe rmt --tasks babilong": "reads bAbI and books; tests/probes/test_tasks.py",

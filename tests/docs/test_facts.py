@@ -53,8 +53,10 @@ def test_a_table_keeps_its_order_and_counts_are_words() -> None:
         r"| `made` | [Made](https://arxiv.org/abs/0000.00001) | one \| two |",
     ]
     assert filled.startswith("a\n") and filled.endswith("\nb\n") and TOOL.fill(filled, FACTS) == filled
-    text = "<!-- facts: purposes of memories --><!-- /facts --> of <!-- facts: papers of memories -->9<!-- /facts -->."
-    filled = TOOL.fill(text, FACTS)
+    text = (
+        "<!-- facts: purposes of attentions --><!-- /facts --> by <!-- facts: papers of memories -->9<!-- /facts -->."
+    )
+    filled = TOOL.fill(text, FACTS | {"attentions": [MADE, PLAIN]})
     assert "| old | [made](#made), [plain](#plain) |\n| new | [made](#made) |" in filled
     assert filled.endswith("-->two<!-- /facts -->.")
 

@@ -41,6 +41,7 @@ EXAMPLES = {
     "read": "smollm2 book.txt --tokens 16384              long texts and pass keys, with each memory",
     "fetch": "smollm2                                     a pretrained model, for generate and others",
     "convert": "runs/demo_text                            weights as one .safetensors file",
+    "recommend": "--task text --host llama --bytes 2M     the memory for a need, with its proof",
     "benchmark": "--help                                  speed and memory",
 }
 """All commands, a module of this package each, with an example."""

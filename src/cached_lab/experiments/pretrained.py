@@ -44,11 +44,11 @@ def resolve_model(name: str | Path) -> tuple[Any, Any]:
     """
     place, options = located(str(name))
     auto = require("transformers", extra="language")
-    with _explained(name):
+    with explained(name):
         config = auto.AutoConfig.from_pretrained(place, **_safe(options))
         size = 0 if options else _bytes_of(config)  # a GGUF file was checked before
     refuse_too_large(name, size)
-    with _explained(name):
+    with explained(name):
         if records_memory(config):
             return load_pretrained(place), _tokenizer(place, name, {})
         options |= _safe(options)
@@ -163,7 +163,7 @@ def available_memory() -> int:
 
 
 def _tokenizer(place: str, name: str | Path, options: dict[str, Any]) -> Any:
-    with _explained(name, "its tokenizer"):
+    with explained(name, "its tokenizer"):
         found = require("transformers", extra="language").AutoTokenizer.from_pretrained(place, **_safe(options))
         if len(found) <= len(found.all_special_tokens):  # without files, some classes are made without words
             raise ValueError("it has special tokens only; save it by tokenizer.save_pretrained")
@@ -171,7 +171,7 @@ def _tokenizer(place: str, name: str | Path, options: dict[str, Any]) -> Any:
 
 
 @contextlib.contextmanager
-def _explained(name: str | Path, part: str = "it") -> Iterator[None]:
+def explained(name: str | Path, part: str = "it") -> Iterator[None]:
     """Turn errors of transformers and safetensors into a ValueError with the way out."""
     try:
         yield
