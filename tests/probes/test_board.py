@@ -171,6 +171,39 @@ def test_the_command_keeps_what_is_there_and_writes_between_the_marks(
     assert "3 finished trainings kept, 0 to do" in capsys.readouterr().out and weights.stat().st_mtime_ns == stamp
 
 
+def test_trainings_from_elsewhere_are_counted_again_and_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], mine: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("cached_lab.experiments.leaderboard.standings.ROWS", 16)
+    assert main([*COMMAND.format(mine).split(), "--out", "theirs"]) == 0
+    merge = [*COMMAND.format(mine).split(), "--out", "ours", "--merge", "theirs"]
+    record = Path("theirs/latch/mine/far_0.json")
+    good = json.loads(record.read_text())
+    share, exact, rows = good["far"]["3"]
+    wrong = {
+        "at 3 segments": good
+        | {"far": good["far"] | {"3": [share - 0.5 if share > 0.5 else share + 0.5, exact, rows]}},
+        "state_bytes=1": good | {"state_bytes": 1},
+        "other settings": good | {"settings": good["settings"] | {"passes": 2}},
+        "damaged": good["far"],
+    }
+    for words, content in wrong.items():
+        record.write_text(json.dumps(content))
+        assert main(merge) == 2 and words in capsys.readouterr().err
+        assert not Path("ours/latch/mine").exists()
+    record.write_text(json.dumps(good))
+    weights = record.with_suffix(".safetensors")
+    kept = weights.read_bytes()
+    weights.write_bytes(kept[:99])
+    assert main(merge) == 2 and "damaged" in capsys.readouterr().err
+    weights.write_bytes(kept)
+    assert main(merge) == 0
+    out = capsys.readouterr().out
+    assert "merged: latch: mine" in out and "3 finished trainings kept, 0 to do" in out
+    assert json.loads(Path("ours/latch/mine/far_0.json").read_text()) == good
+
+
 def test_windows_are_rows_of_the_board(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("cached_lab.experiments.leaderboard.standings.ROWS", 16)

@@ -21,6 +21,7 @@ ARGUMENTS = (
     ("--seeds N", int, "trainings of each kind (default: 1)"),
     ("--steps N", int, "steps at most (default: 800)"),
     ("--out FOLDER", Path("runs/leaderboard"), "folder of the results"),
+    ("--merge FOLDER", Path, "a folder of this command from elsewhere: its trainings are checked, and kept if right"),
     ("--page FILE.md", Path, "the page, or an existing one with marks for its part (default: leaderboard.md in --out)"),
 )
 
@@ -42,6 +43,9 @@ def run(arguments: argparse.Namespace) -> int:
     how["controls"] = chosen_controls(arguments.control, CONTROLS)
     trials = board_trials(memories, tasks, arguments.out, options, **how)
     console = open_console()
+    if arguments.merge is not None:
+        for trial in trials.merge(arguments.merge):
+            console.print(f"merged: {trial.name}", markup=False)
     train_missing(trials, arguments.jobs, console)
     content = write_leaderboard(trials, command_line())
     show(console, *board_tables(content))

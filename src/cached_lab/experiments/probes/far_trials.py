@@ -10,13 +10,16 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import safetensors.torch
 import torch
+from safetensors import SafetensorError
 
+from cached_lab.data.archives import naming
 from cached_lab.experiments.efficiency import NONE, WHOLE, WINDOW
 from cached_lab.experiments.environment import environment
 from cached_lab.registries import PROBES
@@ -30,6 +33,8 @@ from .trials import Result, Trial, Trials
 
 NEAR_A_GUESS = 0.25
 """Share of the accuracy above chance below which a memory is asked about no farther distance."""
+ROUNDED = 2
+"""Texts of a distance whose answers may differ from the record of a merged training."""
 LONG = 10_000
 """Segments of a text from which on compiling the model pays."""
 
@@ -134,6 +139,51 @@ class FarTrials(Trials):
             write_whole(path, json_text(stored))
             trial.say(f"{100 * answers.accuracy:.1f} % right, {distance * task.segment:,} tokens after the cue")
         return stored
+
+    def merge(self, folder: Path) -> Iterator[Trial]:
+        """Take over missing trainings from a folder of the same command, and yield them.
+
+        The weights of each are loaded, and all its answers are counted again on the same texts.
+
+        Raises:
+            ValueError: a training of other settings, or damaged; its record says other sizes or other answers.
+        """
+        given = dataclasses.replace(self, folder=folder)
+        for trial in self.missing():
+            path = folder / trial.path
+            if not path.is_file():
+                continue
+            try:
+                with naming(path, "training"):
+                    result, tensors = given.stored(trial), safetensors.torch.load_file(path.with_suffix(".safetensors"))
+            except SafetensorError as error:
+                raise ValueError(f"{path}: its weights are damaged ({error}); fetch them again") from error
+            if result is None:
+                raise ValueError(f"{path}: it has other settings than this board; repeat it with the same options")
+            self._refuse_other(trial, result, tensors, path)
+            (self.folder / trial.path).parent.mkdir(parents=True, exist_ok=True)
+            write_whole((self.folder / trial.path).with_suffix(".safetensors"), safetensors.torch.save(tensors))
+            write_whole(self.folder / trial.path, json_text(result))
+            yield trial
+
+    def _refuse_other(self, trial: Trial, result: Result, tensors: dict[str, torch.Tensor], path: Path) -> None:
+        """Refuse (ValueError) a result that its weights do not give."""
+        task, settings = self.task(trial.task), self.settings(trial)
+        model = build_model(task, settings["memory"], ProbeSizes(**settings["sizes"]))
+        try:
+            model.load_state_dict(tensors)
+        except RuntimeError as error:
+            raise ValueError(f"{path}: its weights do not fit its memory ({error})") from error
+        sizes = {"chance": task.chance, "state_bytes": nbytes(model.init_state(1))}  # type: ignore[operator]
+        sizes["parameters"] = sum(p.numel() for p in model.parameters())
+        for name, size in sizes.items():
+            if result[name] != size:
+                raise ValueError(f"{path}: {name}={result[name]}, and its weights have {size}")
+        how = {"passes": settings["passes"], "whole": trial.arm == WHOLE, "stateless": trial.arm == NONE}
+        for distance, (share, _, rows) in result["far"].items():
+            found = score(model, task.part("test"), int(distance), rows, **how).accuracy
+            if abs(found - share) > ROUNDED / rows:  # another processor may round another way
+                raise ValueError(f"{path}: {share:.4f} of answers right at {distance} segments, counted {found:.4f}")
 
 
 def _unasked(stored: Result, distances: Sequence[int], rows: int) -> list[int]:
