@@ -27,6 +27,7 @@ from cached_lab.experiments.variants import nearest_width, parse_variant, prepar
 from cached_lab.tasks.recipes import load_config
 from cached_lab.training.metrics import read_metrics
 from cached_transformers import create_model
+from cached_transformers.state import nbytes
 
 pytestmark = pytest.mark.usefixtures("no_run_reports")
 TINY = ["digits_vit_plain", "model.width=16", "model.depth=1", "model.heads=2", "model.feed_forward=16"]
@@ -203,6 +204,39 @@ def test_any_variant_may_be_the_one_that_others_are_tested_against(compared, tmp
         assert f"{out / 'plain' / 'seed_1' / 'summary.json'} is damaged" in capsys.readouterr().err
 
 
+def test_variants_may_have_several_memories_and_an_attention(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("one fish, two fish. " * 400)
+    recipe = load_config("demo_text", [f"data.path={path}"])
+    names = ["plain", "gated_delta:carry=true", "streaming_llm:length=8+infini:update=gated_delta"]
+    variants, _ = prepare(recipe, names, "window")
+    plain, delta, pair, *windows = variants
+    assert plain.config.model.get("memory") is None and "attention" not in plain.config.model
+    assert delta.config.model["attention"] == {"name": "gated_delta", "carry": True}
+    assert [memory["name"] for memory in pair.config.model["memory"]] == ["streaming_llm", "infini"]
+    sizes = {v.name: nbytes(create_model(**v.config.model).eval().init_state(1)) for v in variants}
+    assert [window.facts["matched"] for window in windows] == names[1:]
+    for window in windows:
+        assert "attention" not in window.config.model
+        assert 0.8 < sizes[window.name] / sizes[window.facts["matched"]] <= 1
+    refuses("one attention", prepare, recipe, ["linear+gated_delta"], "")
+
+
+def test_each_variant_takes_the_value_that_validates_best(recipe, tmp_path, capsys):
+    out = tmp_path / "out"
+    arguments = ["compare", recipe, "--with", "plain", "--out", str(out), "--seeds", "2"]
+    arguments += ["--tune", "optimizer.learning_rate=1e-9,0.01"]
+    assert main(arguments) == 0
+    assert "plain: optimizer.learning_rate=0.01" in capsys.readouterr().out
+    runs = sorted(str(path.parent.relative_to(out)) for path in out.rglob("summary.json"))
+    rates = [f"plain_optimizer.learning_rate={rate}" for rate in ("0.01", "1e-9")]
+    assert runs == [f"{rates[0]}/seed_0", f"{rates[0]}/seed_1", f"{rates[1]}/seed_0"]
+    row = json.loads((out / "compare.json").read_text(encoding="utf-8"))["variants"][0]
+    assert row["runs"] == runs[:2] and row["tuned"] == "optimizer.learning_rate=0.01"
+    assert "learning_rate=0.01" in (out / "compare.md").read_text(encoding="utf-8")
+    assert main(arguments) == 0 and "2 finished runs kept, 0 to train" in capsys.readouterr().out
+
+
 def test_memory_can_be_emptied_and_shuffled(tmp_path, capsys):
     run = tmp_path / "run"
     more = ["model.memory=grc", "training.steps=30", "training.evaluate_every=30", "optimizer.learning_rate=0.01"]
@@ -264,6 +298,10 @@ def test_parallel_jobs_give_the_results_of_one_after_another(compared, tmp_path)
         (["--with", "plain", "--jobs", "0"], "--jobs 0 must be at least 1"),
         (["--with", "plain", "training.seed=3"], "set by --seeds"),
         (["--with", "plain", "--control", "flops"], "model.name='standin_mlp'"),
+        (["--with", "plain+grc"], "stands by itself"),
+        (["--with", "linear"], "'standin_mlp' must take it"),
+        (["--with", "plain", "--tune", "optimizer.learning_rate=1"], "two values or more"),
+        (["--with", "plain", "--tune", "optimizer.rate=1,2"], "optimizer.rate"),
     ],
 )
 def test_bad_input_is_refused_before_anything_is_trained(recipe, tmp_path, capsys, arguments, message):

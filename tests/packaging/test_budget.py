@@ -21,15 +21,15 @@ LINES = {
     "src/cached_transformers/models": 4_419,
     "src/cached_transformers/loops": 1_132,
     "src/cached_transformers/integrations": 7_232,
-    "src/cached_lab": 22_743,
+    "src/cached_lab": 22_817,
     "src/cached_lab/data": 1_581,
     "src/cached_lab/tasks": 6_808,
     "src/cached_lab/training": 3_144,
-    "src/cached_lab/experiments": 9_292,
-    "src/cached_lab/cli": 1_687,
+    "src/cached_lab/experiments": 9_354,
+    "src/cached_lab/cli": 1_699,
     "benchmarks": 2_009,
     "examples": 306,
-    "tests": 60_368,
+    "tests": 60_406,
 }
 """The most lines of Python per folder."""
 WORDS_OF_PAGES = 53_000

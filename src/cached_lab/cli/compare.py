@@ -14,7 +14,8 @@ CONTROL = (
 )
 ARGUMENTS = (
     *recipe_arguments("changes to the recipe, for all variants"),
-    ("--with A,B,...", "plain", "variants: plain, a memory, or memory:option=value:..."),
+    ("--with A,B,...", "plain", "variants: plain, or memories and an attention, NAME:option=value:...+NAME:..."),
+    ("--tune OPTION=A,B,...", str, "each variant takes the value that validates best with the first seed"),
     ("--seeds N", "3", "how many (3 means 0,1,2), or a list such as 0,1,7"),
     ("--control A,B,...", "", CONTROL),
     ("--against VARIANT", "", "the variant or control that the others are tested against; else plain or the first"),
@@ -33,13 +34,24 @@ def run(arguments: argparse.Namespace) -> int:
     if any(override.startswith("training.seed=") for override in arguments.overrides):
         raise ValueError("training.seed is set by --seeds in a comparison; drop the override")
     refuse_below_one(arguments, "jobs")
-    seeds = parse_seeds(arguments.seeds)
+    seeds, tune = parse_seeds(arguments.seeds), parse_tune(arguments.tune)
     recipe = load_config(arguments.recipe, arguments.overrides)
     folder = arguments.out or Path("runs") / f"compare_{recipe.name}"
     variants, baselines = prepare(recipe, getattr(arguments, "with").split(","), arguments.control, arguments.against)
-    comparison = VariantComparison(recipe, variants, seeds, folder, baselines, against=arguments.against)
+    comparison = VariantComparison(recipe, variants, seeds, folder, baselines, against=arguments.against, tune=tune)
     carry_out(comparison, arguments.jobs, command_line(), open_console())
     return 0
+
+
+def parse_tune(text: str | None) -> tuple[str, list[str]] | None:
+    """Parse an option and its values from `optimizer.learning_rate=1e-3,3e-3` (ValueError: fewer than two values)."""
+    if text is None:
+        return None
+    option, _, listed = text.partition("=")
+    values = [value for value in listed.split(",") if value]
+    if not option or len({*values}) < 2:
+        raise ValueError(f"--tune {text!r} must be an option and two values or more: optimizer.learning_rate=1e-3,3e-3")
+    return option, values
 
 
 def parse_seeds(text: str) -> list[int]:

@@ -12,7 +12,7 @@ from cached_lab.registries import DATASETS
 from cached_lab.tasks.recipes import LEARNED_FROM_DATA, MEMORY_LEARNS_FROM_DATA, fill_from_data
 from cached_lab.training.checkpoint import seed_everything
 from cached_lab.training.config import RunConfig
-from cached_transformers.memories import memory_specs
+from cached_transformers.memories import MemorySpec, memory_specs
 from cached_transformers.registry import MEMORIES, MODELS
 
 from .pretrained import located, refuse_too_large
@@ -53,7 +53,7 @@ def without_checkpoint(config: RunConfig) -> RunConfig:
     return dataclasses.replace(config, model={**config.model, "checkpoint": None})
 
 
-def with_memory(config: RunConfig, memory: str | dict[str, Any] | None) -> RunConfig:
+def with_memory(config: RunConfig, memory: MemorySpec) -> RunConfig:
     """Return the configuration with another memory in the model."""
     return dataclasses.replace(config, model={**config.model, "memory": memory})
 

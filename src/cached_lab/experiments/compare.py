@@ -26,6 +26,7 @@ from cached_lab.training.config import RunConfig, config_hash, config_to_yaml
 from cached_lab.training.distributed import pick_device
 from cached_lab.training.interruption import RunFailed
 from cached_lab.training.run_lock import folder_lock
+from cached_lab.training.scores import goodness
 from cached_transformers.files import json_text, write_whole
 from cached_transformers.registry import MEMORIES
 
@@ -36,7 +37,7 @@ from .reports.run_folder import read_comparison
 from .reports.terminal import show
 from .statistics import summarise, summarise_pairs, wilson_interval
 from .subprocesses import start_command, work_off
-from .variants import Variant
+from .variants import Variant, tuned
 
 NO_BAR = (
     "No efficiency: it needs the variant plain, and --control whole, which reads each document at once; a stream of "
@@ -56,6 +57,10 @@ class VariantComparison:
         pairs: (first, second) variants whose differences are tested; by default each variant and the reference.
         rows: number of scored rows, for the interval of an accuracy; None for no interval.
         cache_use: also score runs with a shared cache in the modes of `cache_use.py`.
+        tune: an option and its values; each variant takes the one that validates best in runs of the first seed.
+
+    Raises:
+        ValueError: an unknown option of `tune`, or a value that does not fit.
     """
 
     def __init__(
@@ -70,10 +75,12 @@ class VariantComparison:
         pairs: list[tuple[str, str]] | None = None,
         rows: int | None = None,
         cache_use: bool = False,
+        tune: tuple[str, list[str]] | None = None,
     ) -> None:
         self.recipe, self.variants, self.seeds = recipe, variants, seeds
         self.folder, self.baselines = folder, baselines
         names = [variant.name for variant in variants]
+        self.candidates = [] if tune is None else [tuned(variant, *tune) for variant in variants]
         self.reference = against or ("plain" if "plain" in names else names[0])
         self.pairs = pairs or []
         self.metric = recipe.training.metric
@@ -108,10 +115,31 @@ class VariantComparison:
         """Return scores by variant, in order of the seeds."""
         return {v.name: [s[self._part][self.metric] for s in self.finished(v)] for v in self.variants}
 
+    def tune(self, jobs: int, console: Console) -> None:
+        """Give each variant its best candidate (ValueError: runs without validation)."""
+        self._train([(candidate, self.seeds[0]) for each in self.candidates for candidate in each], jobs, console)
+
+        def good(candidate: Variant) -> float:
+            best = (self.summary(candidate, self.seeds[0]) or {}).get("best")
+            if best is None:
+                raise ValueError(
+                    f"--tune {candidate.facts['tuned']}: runs have no validation; set training.evaluate_every"
+                )
+            return goodness(self.metric, best[self.metric])
+
+        self.variants = [max(each, key=good) for each in self.candidates]
+        asked = {variant.name for variant in self.questioned}
+        self.questioned = [variant for variant in self.variants if variant.name in asked]
+        for variant in self.variants:
+            console.print(f"{variant.name}: {variant.facts['tuned']}", markup=False)
+
     def train_missing(self, jobs: int, console: Console) -> None:
         """Train every missing run, seed by seed."""
-        missing = [(v, s) for s in self.seeds for v in self.variants if self.summary(v, s) is None]
-        kept = len(self.seeds) * len(self.variants) - len(missing)
+        self._train([(variant, seed) for seed in self.seeds for variant in self.variants], jobs, console)
+
+    def _train(self, runs: list[tuple[Variant, int]], jobs: int, console: Console) -> None:
+        missing = [(variant, seed) for variant, seed in runs if self.summary(variant, seed) is None]
+        kept = len(runs) - len(missing)
         if kept:
             console.print(f"{kept} finished runs kept, {len(missing)} to train")
         for variant in self.variants:
@@ -232,6 +260,8 @@ def carry_out(comparison: VariantComparison, jobs: int, command: str, console: C
         RunFailed, OSError: a run failed, or a file could not be written.
     """
     with folder_lock(comparison.folder):
+        if comparison.candidates:
+            comparison.tune(jobs, console)
         comparison.train_missing(jobs, console)
         for variant in comparison.questioned:  # scores in their folders are kept
             about = (comparison.seeds, comparison.folder, comparison.split, console)

@@ -1,4 +1,4 @@
-"""Variants of a comparison: a memory by name and options, or a control without one.
+"""Variants of a comparison: memories and an attention by names and options, or a control without a memory.
 
 Controls of equal cost raise a ValueError for a model whose feed-forward layers have no width to change, and for a
 variant that cannot come within half a per cent.
@@ -17,10 +17,10 @@ import torch
 
 from cached_lab.experiments.build import build_dataset, build_model, refuse_what_cannot_be_built, with_memory
 from cached_lab.tasks.kinds import baselines, example_inputs, model_arguments, task_name
-from cached_lab.tasks.recipes import check_sections, fill_from_data
-from cached_lab.training.config import RunConfig
-from cached_lab.yaml_tree import parse_yaml
-from cached_transformers.registry import MODELS, unknown_name
+from cached_lab.tasks.recipes import check_sections, config_from_dict, fill_from_data
+from cached_lab.training.config import RunConfig, config_to_dict
+from cached_lab.yaml_tree import apply_override, parse_yaml
+from cached_transformers.registry import ATTENTIONS, MODELS, unknown_name
 
 from .costs.flops import count_flops, count_parameters
 from .efficiency import window_of
@@ -36,11 +36,12 @@ UNIT = 1000
 
 @dataclass(frozen=True)
 class Variant:
-    """One arm of a comparison: its name, and the recipe's configuration with its change."""
+    """One arm of a comparison: its name, the recipe's configuration with its change, and a folder of another name."""
 
     name: str
     config: RunConfig
     facts: dict[str, Any] = field(default_factory=dict)
+    folder: str = ""
 
     def seeded(self, seed: int) -> RunConfig:
         """Return the configuration of one run."""
@@ -48,7 +49,7 @@ class Variant:
 
     def run_name(self, seed: int) -> str:
         """Return the folder of one run, relative to the comparison."""
-        return f"{re.sub(r'[^A-Za-z0-9._=-]', '_', self.name)}/seed_{seed}"
+        return f"{re.sub(r'[^A-Za-z0-9._=-]', '_', self.folder or self.name)}/seed_{seed}"
 
 
 def parse_variant(text: str) -> str | dict[str, Any] | None:
@@ -71,6 +72,36 @@ def parse_variant(text: str) -> str | dict[str, Any] | None:
     return memory if options else name
 
 
+def varied(recipe: RunConfig, text: str) -> RunConfig:
+    """Return the recipe with the memories and the attention of a variant, which "+" joins.
+
+    Raises:
+        ValueError: as in `parse_variant`; a second attention, or one for a model that takes none.
+    """
+    parts = [parse_variant(part) for part in text.split("+")]
+    names = [part["name"] if isinstance(part, Mapping) else part for part in parts]
+    attentions = [part for part, name in zip(parts, names, strict=True) if name in ATTENTIONS]
+    memories = [part for part, name in zip(parts, names, strict=True) if name not in ATTENTIONS and name]
+    if None in names[1:] or (names[0] is None and len(names) > 1):
+        raise ValueError(f"variant {text!r}: plain has no memory, so it stands by itself")
+    if len(attentions) > 1 or (attentions and "attention" not in MODELS.entry(recipe.model["name"]).options):
+        raise ValueError(f"variant {text!r}: a model has one attention, and {recipe.model['name']!r} must take it")
+    model = recipe.model | ({"attention": attentions[0]} if attentions else {})
+    memory: Any = memories if len(memories) > 1 else memories[0] if memories else None
+    return with_memory(dataclasses.replace(recipe, model=model), memory)
+
+
+def tuned(variant: Variant, option: str, values: Sequence[str]) -> list[Variant]:
+    """Return a variant once for each value of an option (ValueError: an unknown option, or a wrong value)."""
+    found = []
+    for choice in (f"{option}={value}" for value in values):
+        tree = config_to_dict(variant.config)
+        apply_override(tree, choice)
+        facts = {**variant.facts, "tuned": choice}
+        found.append(Variant(variant.name, config_from_dict(tree), facts, f"{variant.name}_{choice}"))
+    return found
+
+
 def prepare(
     recipe: RunConfig, names: list[str], controls: str, against: str = ""
 ) -> tuple[list[Variant], dict[str, float] | None]:
@@ -87,11 +118,11 @@ def prepare(
         raise ValueError(f"--with {','.join(names)} names a variant twice")
     wanted = chosen_controls(controls, CONTROLS)
     for name in names:  # before the data are built, which may take long
-        check_sections(with_memory(recipe, parse_variant(name)))
+        check_sections(varied(recipe, name))
     train = build_dataset(recipe, "train")
     scored = build_dataset(recipe, "validation" if recipe.training.test == "none" else "test")
     recipe = fill_from_data(recipe, train.describe())
-    variants = [Variant(name, with_memory(recipe, parse_variant(name))) for name in names]
+    variants = [Variant(name, varied(recipe, name)) for name in names]
     if "conv" in wanted:
         variants.append(Variant("control-conv", with_memory(recipe, "convolution")))
     for variant in variants:  # before any is trained
@@ -110,7 +141,7 @@ def prepare(
     if "longer" in wanted:
         variants.append(longer(plain, train))
     if "window" in wanted:
-        variants += windows([variant for variant in named if variant.name in names])
+        variants += windows(plain, [variant for variant in named if variant.name in names])
     if "whole" in wanted:
         variants.append(whole(plain, train, scored))
     if against and against not in (every := [variant.name for variant in variants]):
@@ -159,25 +190,25 @@ def longer(plain: RunConfig, dataset: Any) -> Variant:
     return Variant("control-longer", dataclasses.replace(plain, training=changed, evaluation=evaluation))
 
 
-def windows(variants: list[Variant]) -> list[Variant]:
-    """Return a variant with a window of as many bytes for each variant whose memory is none.
+def windows(plain: RunConfig, variants: list[Variant]) -> list[Variant]:
+    """Return the plain model with a window of as many bytes for each variant that carries a state and is no window.
 
     Raises:
         ValueError: a state is smaller than one slot of a window, or there is no memory but windows.
     """
 
-    def build(config: RunConfig, memory: Any) -> torch.nn.Module:
-        return refuse_what_cannot_be_built(with_memory(config, memory))
+    def build(config: RunConfig, carried: Any, memory: Any) -> torch.nn.Module:
+        return refuse_what_cannot_be_built(config if memory is carried else with_memory(plain, memory))
 
     found = []
     for name, config in ((variant.name, variant.config) for variant in variants):
-        memory = config.model.get("memory")
+        carried = config.model.get("memory") or config.model.get("attention")
         try:
-            window = memory and window_of(memory, functools.partial(build, config))
+            window = config != plain and window_of(carried, functools.partial(build, config, carried))
         except ValueError as error:
             raise ValueError(f"--control window, variant {name}: {error}; leave out one of them") from None
         if window:
-            found.append(Variant(f"control-window-{name}", with_memory(config, window), {"matched": name}))
+            found.append(Variant(f"control-window-{name}", with_memory(plain, window), {"matched": name}))
     if not found:
         raise ValueError("--control window: no memory of --with is other than a window; add one, or leave it out")
     return found

@@ -115,6 +115,7 @@ def _variants(data: Mapping[str, Any], statistics: Rows, title: str) -> ReportTa
         "operations in training": ("training_flops", short_count),
         "time per step": ("seconds_per_step", short_seconds),
         "protocol": ("protocol", str),
+        "tuned": ("tuned", str),
     }
     for head, (key, write) in optional.items():
         if any(v.get(key) for v in variants):
