@@ -298,7 +298,7 @@ def test_parallel_jobs_give_the_results_of_one_after_another(compared, tmp_path)
         (["--with", "plain", "--jobs", "0"], "--jobs 0 must be at least 1"),
         (["--with", "plain", "training.seed=3"], "set by --seeds"),
         (["--with", "plain", "--control", "flops"], "model.name='standin_mlp'"),
-        (["--with", "plain+grc"], "stands by itself"),
+        (["--with", "plain+grc"], "plain has no memory; leave it out"),
         (["--with", "linear"], "'standin_mlp' must take it"),
         (["--with", "plain", "--tune", "optimizer.learning_rate=1"], "two values or more"),
         (["--with", "plain", "--tune", "optimizer.rate=1,2"], "optimizer.rate"),

@@ -38,7 +38,6 @@ class Advice(NamedTuple):
     proof: str
 
 
-STREAMING = {"name": "streaming_llm", "keep": "kv"}
 ADVICE = (
     Advice(
         "text",
@@ -64,7 +63,7 @@ ADVICE = (
     Advice(
         "stream",
         "endless text through a pretrained decoder, untrained",
-        {**STREAMING, "length": 508},
+        {"name": "streaming_llm", "keep": "kv", "length": 508},
         "near the whole text, and past its trained length",
         "long-texts.md#past-the-trained-length",
     ),

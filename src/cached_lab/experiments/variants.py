@@ -83,7 +83,7 @@ def varied(recipe: RunConfig, text: str) -> RunConfig:
     attentions = [part for part, name in zip(parts, names, strict=True) if name in ATTENTIONS]
     memories = [part for part, name in zip(parts, names, strict=True) if name not in ATTENTIONS and name]
     if None in names[1:] or (names[0] is None and len(names) > 1):
-        raise ValueError(f"variant {text!r}: plain has no memory, so it stands by itself")
+        raise ValueError(f"variant {text!r}: plain has no memory; leave it out")
     if len(attentions) > 1 or (attentions and "attention" not in MODELS.entry(recipe.model["name"]).options):
         raise ValueError(f"variant {text!r}: a model has one attention, and {recipe.model['name']!r} must take it")
     model = recipe.model | ({"attention": attentions[0]} if attentions else {})
