@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -216,6 +217,9 @@ def test_two_processes_distil_as_one_does(tmp_path: Path) -> None:
     assert len(losses["one"]) == 6
     assert losses["ddp"] == pytest.approx(losses["one"], abs=1e-5)
     assert losses["fsdp"] == pytest.approx(losses["one"], abs=1e-5)
+    assert main(["evaluate", str(tmp_path / "one"), "--memory", "carry,reset,shuffle"]) == 0
+    scored = json.loads((tmp_path / "one" / "evaluation.json").read_text(encoding="utf-8"))
+    assert scored["use"]["bits_per_byte"] is not None
 
 
 def test_runs_that_no_teacher_suits_are_refused(tmp_path: Path) -> None:

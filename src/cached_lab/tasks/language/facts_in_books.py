@@ -113,7 +113,8 @@ class FactsInBooks(HeldOutText):
         if not texts:
             raise ValueError(f"split {self.split!r} of {self.path} has {len(self.tokens)} tokens, a text {length}")
         self.tokens, self.starts = np.concatenate(texts), np.arange(len(texts)) * length
-        self.counts = {"tokens": len(self.tokens)}
+        text = self._words.decode(self.tokens.tolist())
+        self.counts = {"tokens": len(self.tokens), "words": len(text.split()), "bytes": len(text.encode())}
 
     @property
     def _words(self) -> Tokenizer:
