@@ -58,6 +58,8 @@ def test_pages_are_those_of_the_book_in_order(tmp_path: Path) -> None:
     assert np.array_equal(plain.tokens, book[: len(plain)])
     left = re.sub(rf" {SENTENCE}", "", facts.tokenizer.decode(facts.tokens))
     assert (TEXT * 80).startswith(left)
+    assert facts.counts["bytes"] == len(facts.tokenizer.decode(facts.tokens).encode())
+    assert made(tmp_path, tokenizer="byte", segment_length=400).scores(1.0, 1)["bits_per_byte"] > 0
     assert np.array_equal(facts.tokens, made(tmp_path).tokens)
     assert not np.array_equal(facts.tokens[: len(facts) // 2], made(tmp_path, seed=1).tokens[: len(facts) // 2])
 

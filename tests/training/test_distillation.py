@@ -219,7 +219,7 @@ def test_two_processes_distil_as_one_does(tmp_path: Path) -> None:
     assert losses["fsdp"] == pytest.approx(losses["one"], abs=1e-5)
     assert main(["evaluate", str(tmp_path / "one"), "--memory", "carry,reset,shuffle"]) == 0
     scored = json.loads((tmp_path / "one" / "evaluation.json").read_text(encoding="utf-8"))
-    assert scored["use"]["bits_per_byte"] is not None
+    assert scored["use"]["carried_tokens"] > 0
 
 
 def test_runs_that_no_teacher_suits_are_refused(tmp_path: Path) -> None:
