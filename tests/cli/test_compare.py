@@ -209,7 +209,8 @@ def test_variants_may_have_several_memories_and_an_attention(tmp_path):
     path.write_text("one fish, two fish. " * 400)
     recipe = load_config("demo_text", [f"data.path={path}"])
     names = ["plain", "gated_delta:carry=true", "streaming_llm:length=8+infini:update=gated_delta"]
-    variants, _ = prepare(recipe, names, "window")
+    variants, _ = prepare(recipe, [*names, "gated_delta"], "window")
+    assert variants.pop(3).name == "gated_delta"  # carries nothing
     plain, delta, pair, *windows = variants
     assert plain.config.model.get("memory") is None and "attention" not in plain.config.model
     assert delta.config.model["attention"] == {"name": "gated_delta", "carry": True}

@@ -21,6 +21,7 @@ from cached_lab.tasks.recipes import check_sections, config_from_dict, fill_from
 from cached_lab.training.config import RunConfig, config_to_dict
 from cached_lab.yaml_tree import apply_override, parse_yaml
 from cached_transformers.registry import ATTENTIONS, MODELS, unknown_name
+from cached_transformers.state import nbytes
 
 from .costs.flops import count_flops, count_parameters
 from .efficiency import window_of
@@ -200,11 +201,17 @@ def windows(plain: RunConfig, variants: list[Variant]) -> list[Variant]:
     def build(config: RunConfig, carried: Any, memory: Any) -> torch.nn.Module:
         return refuse_what_cannot_be_built(config if memory is carried else with_memory(plain, memory))
 
-    found = []
+    def size(config: RunConfig) -> int:
+        model = refuse_what_cannot_be_built(config).eval()
+        return nbytes(model.init_state(1)) if hasattr(model, "init_state") else 0  # type: ignore[operator]
+
+    found, bare = [], size(plain)
     for name, config in ((variant.name, variant.config) for variant in variants):
         carried = config.model.get("memory") or config.model.get("attention")
+        if config.model.get("memory") is None and size(config) <= bare:  # an attention that does not carry
+            continue
         try:
-            window = config != plain and window_of(carried, functools.partial(build, config, carried))
+            window = window_of(carried, functools.partial(build, config, carried))
         except ValueError as error:
             raise ValueError(f"--control window, variant {name}: {error}; leave out one of them") from None
         if window:
