@@ -161,14 +161,8 @@ def test_a_run_that_trained_on_the_model_is_an_arm(tmp_path: Path, capsys: pytes
     assert main([*words, "--stories", "300"]) == 2 and "--babi" in capsys.readouterr().err
 
 
-def test_memories_are_compared_with_their_controls_block_by_block() -> None:
-    """By the t interval of hand-made differences: 0.1 and 0.3 nats a token against no memory, over two texts."""
-    arms = {
-        "no memory": (3.0, 3.0, False),
-        "a": (2.9, 2.7, True),
-        "lora": (2.8, 2.8, False),
-        "window of a": (3, 3.2, True),
-    }
+def controls_table(**arms: tuple[float, float, bool]) -> Any:
+    """The table of arms with the nats of two texts, and whether they have a memory."""
     rows = [
         {"arm": arm, "text": text, "tokens": 1024, "bins": [(1024, 9.0)], "seconds": 1.0, "state_bytes": 1}
         | {"blocks": [nats], "memory": memory}
@@ -176,10 +170,25 @@ def test_memories_are_compared_with_their_controls_block_by_block() -> None:
         for text, nats in zip("xy", both, strict=True)
     ]
     tables = {t.title: t for t in read_tables({"perplexity": rows, "keys": [], "longest": 9999})}  # type: ignore[union-attr]
-    table = tables["Against the controls"]
+    return tables["Against the controls"]
+
+
+def test_memories_are_compared_with_their_controls_block_by_block() -> None:
+    """By the t interval of hand-made differences: 0.1 and 0.3 nats a token against no memory, over two texts."""
+    controls = {"no memory": (3.0, 3.0, False), "lora": (2.8, 2.8, False), "window of a": (3, 3.2, True)}
+    table = controls_table(a=(2.9, 2.7, True), **controls)  # type: ignore[arg-type]
     assert [row[:2] for row in table.rows] == [["a", "no memory"], ["a", "window of a"], ["a", "lora"]]
     assert table.rows[0][2] == "+0.200 [-1.071, +1.471]"  # 0.2 +- 12.706 * 0.1
     assert table.rows[2][2].startswith("-0.000") or table.rows[2][2].startswith("+0.000")
+
+
+def test_seeds_are_one_row_each_against_the_control_of_its_seed() -> None:
+    seeds = {"a/seed_0": (2.9, 2.7, True), "a/seed_1": (2.5, 2.4, True), "b": (2.7, 2.7, True)}
+    controls = {"no memory": (3.0, 3.0, False), "lora/seed_1": (2.6, 2.6, False), "lora/seed_0": (2.8, 2.9, False)}
+    rows = {tuple(row[:2]): row[2:] for row in controls_table(**seeds, **controls).rows}
+    assert rows["a", "no memory"][::2] == ["+0.375 [-0.578, +1.328]", "+0.200, +0.550"]  # 0.3, 0.45
+    assert rows["a", "lora"][::2] == ["+0.100 [-1.171, +1.371]", "+0.050, +0.150"]
+    assert rows["b", "lora"][2] == "" and rows["b", "lora"][0].startswith("+0.025")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

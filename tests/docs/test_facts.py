@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
 import json
 import re
@@ -26,6 +27,7 @@ def _load(path: Path) -> ModuleType:
 
 
 TOOL = _load(PROJECT / "tools" / "docs_facts.py")
+registry_facts = functools.cache(TOOL.registry_facts)
 MADE = {
     "name": "made",
     "summary": "Made for a test.",
@@ -41,7 +43,7 @@ FACTS = {"memories": [MADE, PLAIN], "attentions": [MADE]}
 def test_pages_are_current(page: str) -> None:
     text = (PROJECT / page).read_text(encoding="utf-8")
     assert "<!-- facts: " in text
-    assert text == TOOL.current(page, text, TOOL.registry_facts()), f"{page} is not current; run `make facts`"
+    assert text == TOOL.current(page, text, registry_facts()), f"{page} is not current; run `make facts`"
 
 
 def test_a_table_keeps_its_order_and_counts_are_words() -> None:

@@ -79,7 +79,9 @@ def parse_arms(text: str) -> list[Arm]:
             memories = [
                 {"name": own, **given} for own, given in memory_specs(read_run_config(name).model.get("memory"))
             ]
-            found.append(Arm(Path(name).name, memories[0] if memories else None, Path(name)))
+            folder = Path(name)
+            seeded = f"{folder.parent.name}/" if folder.name.startswith("seed_") else ""
+            found.append(Arm(f"{seeded}{folder.name}", memories[0] if memories else None, folder))
             continue
         spec = {"none": NONE, "whole": WHOLE}.get(name) or parse_variant(name)
         if spec is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -61,26 +61,49 @@ def _perplexities(content: Mapping[str, Any], text: str, tokens: int) -> ReportT
 
 
 def _against_controls(content: Mapping[str, Any]) -> list[Block]:
-    """A table of what each memory saves against no memory, a window of as many bytes, and training without a memory."""
+    """A table of what each memory saves against no memory, a window of as many bytes, and training without a memory.
+
+    Runs of one folder, "NAME/seed_N", are one row: the mean over seeds, each against the control of its seed, or
+    against the mean of the control's seeds where that seed is missing.
+    """
     values: dict[str, list[float]] = {}
     rows = [row for row in content["perplexity"] if row.get("blocks")]
     for row in sorted(rows, key=lambda row: (row["text"], row["tokens"])):
         values.setdefault(row["arm"], []).extend(row["blocks"])
     most = max(map(len, values.values()), default=0)
     whole = {arm for arm, blocks in values.items() if len(blocks) == most > 1}  # arms that read every text
-    memories = [row["arm"] for row in rows if row["memory"] and not row["arm"].startswith(f"{WINDOW} of ")]
-    trained = [row["arm"] for row in rows if not row["memory"] and row["arm"] not in (NONE, WHOLE)]
-    pairs = [(arm, control) for arm in memories for control in (NONE, f"{WINDOW} of {arm}", *trained)]
-    pairs = [pair for pair in dict.fromkeys(pairs) if whole.issuperset(pair)]
+    groups: dict[str, dict[str, str]] = {}
+    for arm in (row["arm"] for row in rows if row["arm"] in whole):
+        name, _, seed = arm.partition("/seed_")
+        groups.setdefault(name, {})[seed] = arm
+    has_memory = {row["arm"].partition("/seed_")[0]: row["memory"] for row in rows}
+    memories = [name for name in groups if has_memory[name] and not name.startswith(f"{WINDOW} of ")]
+    trained = [name for name in groups if not has_memory[name] and name not in (NONE, WHOLE)]
+    pairs = [(name, other) for name in memories for other in (NONE, f"{WINDOW} of {name}", *trained) if other in groups]
+    sides, by_seed = dict[str, list[float]](), []
+    for place, (name, other) in enumerate(pairs):
+        runs, controls = groups[name], groups[other]
+        seeds = [seed for seed in runs if seed in controls] or [*runs]
+        left, middle = [values[runs[seed]] for seed in seeds], _means([values[arm] for arm in controls.values()])
+        right = [values[controls[seed]] if seed in controls else middle for seed in seeds]
+        sides |= {f"{place} left": _means(left), f"{place} right": _means(right)}
+        saved = [mean(second) - mean(first) for first, second in zip(left, right, strict=True)]
+        by_seed.append(", ".join(f"{nats:+.3f}" for nats in saved) if len(seeds) > 1 else "")
     if not pairs:
         return []
     lines = []
-    for row in summarise_pairs(values, pairs):
-        mean, low, high = (row["difference"][key] for key in ("mean", "low", "high"))
+    tested = summarise_pairs(sides, [(f"{place} left", f"{place} right") for place in range(len(pairs))])
+    for pair, row, seeds_text in zip(pairs, tested, by_seed, strict=True):
+        saves, low, high = (row["difference"][key] for key in ("mean", "low", "high"))
         p_value = MISSING if row["p_adjusted"] is None else f"{row['p_adjusted']:.2g}"
-        lines.append([row["name"], row["against"], f"{-mean:+.3f} [{-high:+.3f}, {-low:+.3f}]", p_value])
+        lines.append([*pair, f"{-saves:+.3f} [{-high:+.3f}, {-low:+.3f}]", p_value, seeds_text])
     notes = f"Over {most} blocks of 1,024 tokens of all texts, paired, with 95 % t intervals; p by Holm over the rows."
-    return [ReportTable(("read by", "against", "nats a token saved", "p"), lines, notes, "Against the controls")]
+    heads = ("read by", "against", "nats a token saved", "p", "by seed")
+    return [ReportTable(heads, lines, notes, "Against the controls")]
+
+
+def _means(blocks: Sequence[Sequence[float]]) -> list[float]:
+    return [mean(places) for places in zip(*blocks, strict=True)]
 
 
 def _recall(content: Mapping[str, Any], kind: str, text: str) -> list[Block]:
