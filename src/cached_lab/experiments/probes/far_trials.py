@@ -143,7 +143,8 @@ class FarTrials(Trials):
     def merge(self, folder: Path) -> Iterator[Trial]:
         """Take over missing trainings from a folder of the same command, and yield them.
 
-        The weights of each are loaded, and all its answers are counted again on the same texts.
+        The weights of each are loaded, and all its answers are counted again on the same texts; steps and solved stages
+        are taken as recorded.
 
         Raises:
             ValueError: a training of other settings, or damaged; its record says other sizes or other answers.
