@@ -303,6 +303,7 @@ def test_parallel_jobs_give_the_results_of_one_after_another(compared, tmp_path)
         (["--with", "linear"], "'standin_mlp' must take it"),
         (["--with", "plain", "--tune", "optimizer.learning_rate=1"], "two values or more"),
         (["--with", "plain", "--tune", "optimizer.rate=1,2"], "optimizer.rate"),
+        (["--with", "plain", "--tune", "training.seed=1,2"], "optimizer or schedule"),
     ],
 )
 def test_bad_input_is_refused_before_anything_is_trained(recipe, tmp_path, capsys, arguments, message):

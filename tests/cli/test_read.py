@@ -184,10 +184,11 @@ def test_memories_are_compared_with_their_controls_block_by_block() -> None:
 
 def test_seeds_are_one_row_each_against_the_control_of_its_seed() -> None:
     seeds = {"a/seed_0": (2.9, 2.7, True), "a/seed_1": (2.5, 2.4, True), "b": (2.7, 2.7, True)}
+    seeds["a/seed_2"] = (2.7, 2.55, True)  # without a control of its seed: against the mean of both
     controls = {"no memory": (3.0, 3.0, False), "lora/seed_1": (2.6, 2.6, False), "lora/seed_0": (2.8, 2.9, False)}
     rows = {tuple(row[:2]): row[2:] for row in controls_table(**seeds, **controls).rows}
-    assert rows["a", "no memory"][::2] == ["+0.375 [-0.578, +1.328]", "+0.200, +0.550"]  # 0.3, 0.45
-    assert rows["a", "lora"][::2] == ["+0.100 [-1.171, +1.371]", "+0.050, +0.150"]
+    assert rows["a", "no memory"][::2] == ["+0.375 [-0.578, +1.328]", "+0.200, +0.550, +0.375"]  # 0.3, 0.45
+    assert rows["a", "lora"][::2] == ["+0.100 [-1.171, +1.371]", "+0.050, +0.150, +0.100"]
     assert rows["b", "lora"][2] == "" and rows["b", "lora"][0].startswith("+0.025")
 
 

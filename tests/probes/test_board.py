@@ -187,6 +187,8 @@ def test_trainings_from_elsewhere_are_counted_again_and_kept(
         "state_bytes=1": good | {"state_bytes": 1},
         "other settings": good | {"settings": good["settings"] | {"passes": 2}},
         "damaged": good["far"],
+        "no answers": {key: value for key, value in good.items() if key != "far"},
+        "parameters=None": {key: value for key, value in good.items() if key != "parameters"},
     }
     for words, content in wrong.items():
         record.write_text(json.dumps(content))

@@ -44,13 +44,16 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def parse_tune(text: str | None) -> tuple[str, list[str]] | None:
-    """Parse an option and its values from `optimizer.learning_rate=1e-3,3e-3` (ValueError: fewer than two values)."""
+    """Parse an option and its values from `optimizer.learning_rate=1e-3,3e-3` (ValueError: another section)."""
     if text is None:
         return None
     option, _, listed = text.partition("=")
     values = [value for value in listed.split(",") if value]
-    if not option or len({*values}) < 2:
-        raise ValueError(f"--tune {text!r} must be an option and two values or more: optimizer.learning_rate=1e-3,3e-3")
+    if option.partition(".")[0] not in ("optimizer", "schedule") or len({*values}) < 2:  # others change equal sizes
+        raise ValueError(
+            f"--tune {text!r} must be an option of optimizer or schedule and two values or more: "
+            "optimizer.learning_rate=1e-3,3e-3"
+        )
     return option, values
 
 

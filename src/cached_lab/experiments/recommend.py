@@ -28,7 +28,7 @@ class Advice(NamedTuple):
 
     Attributes:
         need: in words. memory: name and options; its `length`, given or by default, is the measured one.
-        result: what was measured. proof: page of results and section.
+        result: of the measurement, in words. proof: page of results and section.
     """
 
     task: str

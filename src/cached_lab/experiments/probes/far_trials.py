@@ -161,6 +161,8 @@ class FarTrials(Trials):
                 raise ValueError(f"{path}: its weights are damaged ({error}); fetch them again") from error
             if result is None:
                 raise ValueError(f"{path}: it has other settings than this board; repeat it with the same options")
+            if not isinstance(result.get("far"), dict):
+                raise ValueError(f"{path}: it has no answers; the training is damaged, fetch it again")
             self._refuse_other(trial, result, tensors, path)
             (self.folder / trial.path).parent.mkdir(parents=True, exist_ok=True)
             write_whole((self.folder / trial.path).with_suffix(".safetensors"), safetensors.torch.save(tensors))
@@ -178,8 +180,8 @@ class FarTrials(Trials):
         sizes = {"chance": task.chance, "state_bytes": nbytes(model.init_state(1))}  # type: ignore[operator]
         sizes["parameters"] = sum(p.numel() for p in model.parameters())
         for name, size in sizes.items():
-            if result[name] != size:
-                raise ValueError(f"{path}: {name}={result[name]}, and its weights have {size}")
+            if result.get(name) != size:
+                raise ValueError(f"{path}: {name}={result.get(name)}, and its weights have {size}")
         how = {"passes": settings["passes"], "whole": trial.arm == WHOLE, "stateless": trial.arm == NONE}
         for distance, (share, _, rows) in result["far"].items():
             found = score(model, task.part("test"), int(distance), rows, **how).accuracy

@@ -83,12 +83,11 @@ def _against_controls(content: Mapping[str, Any]) -> list[Block]:
     sides, by_seed = dict[str, list[float]](), []
     for place, (name, other) in enumerate(pairs):
         runs, controls = groups[name], groups[other]
-        seeds = [seed for seed in runs if seed in controls] or [*runs]
-        left, middle = [values[runs[seed]] for seed in seeds], _means([values[arm] for arm in controls.values()])
-        right = [values[controls[seed]] if seed in controls else middle for seed in seeds]
+        left, middle = [values[arm] for arm in runs.values()], _means([values[arm] for arm in controls.values()])
+        right = [values[controls[seed]] if seed in controls else middle for seed in runs]
         sides |= {f"{place} left": _means(left), f"{place} right": _means(right)}
         saved = [mean(second) - mean(first) for first, second in zip(left, right, strict=True)]
-        by_seed.append(", ".join(f"{nats:+.3f}" for nats in saved) if len(seeds) > 1 else "")
+        by_seed.append(", ".join(f"{nats:+.3f}" for nats in saved) if len(runs) > 1 else "")
     if not pairs:
         return []
     lines = []
