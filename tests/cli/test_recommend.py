@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from integrations.hosts import library
 
 from cached_lab.cli.main import main
 from cached_lab.cli.recommend import ARGUMENTS, parse_bytes
-from cached_lab.experiments.hosts import OURS
+from cached_lab.experiments.hosts import OURS, tiny
 from cached_lab.experiments.recommend import ADVICE, RESULTS, TASKS, recommend
 from cached_transformers import add_memory
 from cached_transformers.state import nbytes
@@ -72,7 +73,10 @@ def test_bytes_have_units(text: str, size: int) -> None:
     assert parse_bytes(text) == size
 
 
-def test_bad_words_are_refused() -> None:
+def test_bad_words_are_refused(tmp_path: Path) -> None:
+    model = library("transformers").LlamaForCausalLM(tiny("llama").config)
+    add_memory(model, "rmt", segment_length=8).save_pretrained(tmp_path)
+    refuses("has a memory already", lambda: next(recommend("text", str(tmp_path))))
     for wrong in ("0", "-1", "64q", "1.5k", ""):
         refuses("--bytes", parse_bytes, wrong)
     refuses("task='poetry'", lambda: next(recommend("poetry", "gpt2")))

@@ -21,15 +21,15 @@ LINES = {
     "src/cached_transformers/models": 4_419,
     "src/cached_transformers/loops": 1_132,
     "src/cached_transformers/integrations": 7_232,
-    "src/cached_lab": 22_856,
+    "src/cached_lab": 22_859,
     "src/cached_lab/data": 1_581,
     "src/cached_lab/tasks": 6_809,
     "src/cached_lab/training": 3_144,
-    "src/cached_lab/experiments": 9_389,
+    "src/cached_lab/experiments": 9_392,
     "src/cached_lab/cli": 1_702,
     "benchmarks": 2_009,
     "examples": 306,
-    "tests": 60_428,
+    "tests": 60_432,
 }
 """The most lines of Python per folder."""
 WORDS_OF_PAGES = 53_000

@@ -13,6 +13,7 @@ import torch
 
 from cached_transformers import add_memory
 from cached_transformers.extras import require
+from cached_transformers.integrations.hub import records_memory
 from cached_transformers.registry import MEMORIES
 from cached_transformers.state import nbytes
 
@@ -193,6 +194,8 @@ def _host(name: str) -> tuple[str, Any]:
         place, options = located(name)
         with explained(name):
             config = auto.from_pretrained(place, trust_remote_code=False, **options)
+    if records_memory(config):
+        raise ValueError(f"host={name}: it has a memory already; give the model without one")
     return config.model_type, config
 
 
