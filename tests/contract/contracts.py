@@ -75,6 +75,11 @@ CONTRACTS: dict[str, Contract] = {
             lambda: LAYERS * (D / 2) * (6 * M * D / 2 / N + D / 2 + 2 * M * D / 2 / N + 2 * M),
         ),
     ),
+    "grc_stream/text": Contract(
+        options={"length": 4, "preset": "text"},
+        bytes_per_row=lambda d: 2 * 4 * d * 4 + 8,
+        cost=Cost({"length": M, "preset": "text"}, lambda: LAYERS * (4 * D * D * M / N + 2 * M * D)),
+    ),
     "grc_stream/beside_transformer_xl": relative(
         options={"length": 4},
         beside=({"name": "transformer_xl", "length": 8},),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -172,35 +173,60 @@ def test_the_gate_is_cut_at_both_ends(x: float) -> None:
     assert slope.item() == pytest.approx(1.2 * share * (1 - share) if inside else 0.0, abs=1e-12)
 
 
-def one_slot(s: Tensor, slot: Tensor, weights: GateWeights) -> Tensor:
-    """One slot, channel by channel, with tanh as the candidate."""
+def one_slot(s: Tensor, slot: Tensor, weights: GateWeights, candidate: str) -> Tensor:
+    """One slot, channel by channel, with tanh or the token itself as the candidate."""
     width = len(s)
     of_tokens, of_cache = weights.tokens.split(width), weights.cache.split(width)
     b = weights.bias.split(width)
     new = []
-    reset = [1 / (1 + torch.exp(-(of_tokens[1][c] @ s + of_cache[1][c] @ slot + b[1][c]))) for c in range(width)]
+    maps = range(width if candidate == "tanh" else 0)
+    reset = [1 / (1 + torch.exp(-(of_tokens[1][c] @ s + of_cache[1][c] @ slot + b[1][c]))) for c in maps]
     for c in range(width):
         share = 1 / (1 + torch.exp(-(of_tokens[0][c] @ s + of_cache[0][c] @ slot + b[0][c])))
         update = min(max(-0.1 + 1.2 * share, torch.zeros_like(share)), torch.ones_like(share))
-        fresh = torch.tanh(of_tokens[2][c] @ s + of_cache[2][c] @ (torch.stack(reset) * slot) + b[2][c])
+        fresh = s[c]
+        if reset:
+            fresh = torch.tanh(of_tokens[2][c] @ s + of_cache[2][c] @ (torch.stack(reset) * slot) + b[2][c])
         new.append((1 - update) * slot[c] + update * fresh)
     return torch.stack(new)
 
 
-def test_an_update_is_that_of_a_slow_twin() -> None:
-    rows, slots, width = 2, 3, 4
+@pytest.mark.parametrize("candidate", ["tanh", "copy"])
+def test_an_update_is_that_of_a_slow_twin(candidate: Any) -> None:
+    rows, slots, width, maps = 2, 3, 4, 4 if candidate == "copy" else 12
     leaves = [
         (2 * torch.randn(*shape, dtype=torch.float64)).requires_grad_()
-        for shape in ((rows, slots, width), (rows, slots, width), (12, width), (12,), (12, width))
+        for shape in ((rows, slots, width), (rows, slots, width), (maps, width), (maps,), (maps, width))
     ]
     s_BMC, cache_BMC, tokens, bias, cache = leaves
     weights = GateWeights(tokens, bias, cache, None)
-    got = gate_update(s_BMC, cache_BMC, weights, "tanh", update_gate="stretched")
-    wanted = torch.stack(
-        [torch.stack([one_slot(s_BMC[b, m], cache_BMC[b, m], weights) for m in range(slots)]) for b in range(rows)]
-    )
+    got = gate_update(s_BMC, cache_BMC, weights, candidate, update_gate="stretched")
+    pairs = [zip(*row, strict=True) for row in zip(s_BMC, cache_BMC, strict=True)]
+    wanted = torch.stack([torch.stack([one_slot(*pair, weights, candidate) for pair in row]) for row in pairs])
     agree([got], [wanted], {str(i): t for i, t in enumerate(leaves)}, atol=1e-12, grads=1e-11)
     assert bool((got == cache_BMC).any()) and bool((got != cache_BMC).any())  # some are closed, and some are not
+
+
+def test_an_open_gate_on_copies_is_a_window() -> None:
+    """Slots that each segment overwrites with its tokens are the last segment: Transformer-XL without detaching."""
+    sizes = {"vocabulary": 5, "width": 8, "depth": 2, "heads": 2, "feed_forward": 8}
+    grc, window = (
+        create_model("language_model", **sizes, memory=memory).double()
+        for memory in (
+            {"name": "grc_stream", "length": 4, "preset": "text"},
+            {"name": "transformer_xl", "length": 4, "relative": False},
+        )
+    )
+    window.load_state_dict({k: v for k, v in grc.state_dict().items() if ".gates." not in k})
+    for cache in (m for m in grc.modules() if isinstance(m, StreamGRC)):
+        nn.init.zeros_(cache.gates.from_tokens.weight)
+        nn.init.zeros_(cache.gates.from_cache.weight)
+        nn.init.constant_(cache.gates.from_tokens.bias, torch.inf)
+    states: list[Any] = [None, None]
+    for segment in torch.randint(0, 5, (3, 2, 4)):
+        outs = [model(segment, state) for model, state in zip((grc, window), states, strict=True)]
+        torch.testing.assert_close(outs[0].outputs, outs[1].outputs, rtol=0, atol=1e-12)
+        states = [out.state for out in outs]
 
 
 @pytest.mark.parametrize("update_gate", ["sigmoid", "stretched"])

@@ -63,6 +63,7 @@ RECENT: dict[str, dict[str, Any]] = {
     "armt/llama": {"name": "armt", "length": 3, "key_width": 6, "preset": "long"},
     "armt/llama/mask": {"name": "armt", "length": 3, "key_width": 6, "mask": "full"},
     "read_twice/llama": {"name": "read_twice", "slots": 6, "new_layers": 1},
+    "grc_stream/llama": {"name": "grc_stream", "length": 4, "preset": "text"},
     "infini/gpt2": {"name": "infini", "update": "exact", "initial_gate": -4.0},
     "infini/llama": {"name": "infini"},
     "delta_mem/gpt2": {"name": "delta_mem", "half_life": 4.0},

@@ -115,6 +115,8 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("grc", {"stride": 2}, "stride=2"),
     ("grc", {"heads": 3}, "width=8.*heads=3"),
     ("grc_stream", {"update_gate": "stretched", "update_bias": -2.5}, "update_bias"),
+    ("grc_stream", {"mix": "joint"}, "ratio=1.*0.5"),
+    ("grc_stream", {"mix": "joint", "ratio": 1.0, "combine": "project"}, "'project'.*mix=\"ratio\""),
     ("infini", {"decay": "channel"}, "decay='channel'.*gated_delta"),
     ("infini", {"update": "exact", "half_life": (8.0, 9.0)}, r"half_life=\(8.0, 9.0\).*update='exact'"),
     ("infini", {"update": "gated_delta", "half_life": (9.0, 8.0)}, r"half_life=\(9.0, 8.0\)"),

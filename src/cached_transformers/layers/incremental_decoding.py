@@ -148,7 +148,7 @@ class LayerDecoder:
             self.kv_cache.extend(KeysValues(side_by_side(keys, k), side_by_side(values, k)), k)
             if context.bias_BHM is not None:
                 self.context_bias = side_by_side(context.bias_BHM.expand(b * k, -1, -1)[..., None], k).mT
-            valid = valid_BM.view(b, 1, -1)
+            valid = valid_BM.reshape(b, 1, -1)
             if k > 1 or not bool(valid_BM.all()):
                 self.context_visible = valid & own_slots(k, valid_BM.shape[1], valid.device)
             positions_BMP = positions_BMP.reshape(b, -1, positions_BMP.shape[-1])

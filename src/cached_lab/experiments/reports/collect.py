@@ -32,7 +32,8 @@ class LayerMaps(NamedTuple):
 def collect_gates(model: nn.Module) -> list[list[float]]:
     """The memory's share, head by head, of each gated layer, from the first to the last."""
     modules: list[Any] = [module for module in model.modules() if hasattr(module, "mixing_ratio")]
-    return [module.mixing_ratio().detach().float().tolist() for module in modules]
+    ratios = [module.mixing_ratio() for module in modules]
+    return [ratio.detach().float().tolist() for ratio in ratios if ratio is not None]
 
 
 def collect_layer_maps(model: nn.Module, images_NCHW: Tensor) -> list[LayerMaps]:

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from cached_transformers.memories.parts.options import Gate, gated
 
 Candidate = Literal["norm", "tanh", "affine"]
+StreamCandidate = Literal["norm", "tanh", "affine", "copy"]
 Norm = tuple[Tensor, Tensor, float] | None
 Linear = Callable[[Tensor], Tensor]
 
@@ -70,10 +71,17 @@ def candidate_of(z: Tensor, candidate: Candidate, norm: Norm) -> Tensor:
 
 
 def gate_update(
-    s_BMC: Tensor, cache: Tensor, weights: GateWeights, candidate: Candidate, *, update_gate: Gate = "sigmoid"
+    s_BMC: Tensor, cache: Tensor, weights: GateWeights, candidate: StreamCandidate, *, update_gate: Gate = "sigmoid"
 ) -> Tensor:
-    """`new_cache` with fused weights, (B, M, C), in the dtype of `cache`, which is (M, C) for all rows or (B, M, C)."""
+    """`new_cache` with fused weights, (B, M, C), in the dtype of `cache`, which is (M, C) for all rows or (B, M, C).
+
+    The candidate "copy" is `s_BMC` itself; its weights are those of the update gate only.
+    """
     width = s_BMC.shape[-1]
+    if candidate == "copy":
+        logits = F.linear(s_BMC, weights.tokens, weights.bias)
+        u = gated(logits + F.linear(cache.to(logits.dtype), weights.cache), update_gate).to(cache.dtype)
+        return torch.lerp(cache.expand_as(u), s_BMC.to(cache.dtype), u)
     u, r, z = F.linear(s_BMC, weights.tokens, weights.bias).split(width, -1)
     held = cache.to(u.dtype)
     cu, cr = F.linear(held, weights.cache[: 2 * width]).split(width, -1)

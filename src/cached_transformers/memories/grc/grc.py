@@ -26,7 +26,7 @@ from cached_transformers.linear_maps import matrix_of
 from cached_transformers.memories.parts.interpolation import Interpolation, coarser_map, nearest_map
 from cached_transformers.registry import MEMORIES
 
-from .equations import Candidate, GateWeights, gate_update, mean_gate_update, plain
+from .equations import Candidate, GateWeights, StreamCandidate, gate_update, mean_gate_update, plain
 from .shared_cache import SharedCache, Sync
 from .shared_cache_memory import MemoryBranch, PositionalConvolution, SharedCacheMemory, cache_width
 
@@ -60,15 +60,16 @@ class CacheGates(nn.Module):
         candidate: "norm" (LayerNorm of GELU), "tanh", or "affine" (the paper's equation 5, unbounded).
         update_bias: initial bias of the update gate; below 0 for a slow cache.
 
-    Parameters: 6 C^2 + 3 C, and 2 C with candidate="norm".
+    Parameters: 6 C^2 + 3 C, and 2 C with candidate="norm"; 2 C^2 + C with "copy".
     """
 
-    def __init__(self, width: int, *, candidate: Candidate = "norm", update_bias: float = 0.0) -> None:
+    def __init__(self, width: int, *, candidate: StreamCandidate = "norm", update_bias: float = 0.0) -> None:
         super().__init__()
         self.width = width
-        self.candidate: Candidate = candidate
-        self.from_tokens = nn.Linear(width, 3 * width)
-        self.from_cache = nn.Linear(width, 3 * width, bias=False)
+        self.candidate: StreamCandidate = candidate
+        maps = 1 if candidate == "copy" else 3
+        self.from_tokens = nn.Linear(width, maps * width)
+        self.from_cache = nn.Linear(width, maps * width, bias=False)
         self.norm = nn.LayerNorm(width) if candidate == "norm" else None
         # Uniform within 1 / sqrt(2 C), as a linear map from 2 C channels.
         bound = 1 / math.sqrt(2 * width)
@@ -106,7 +107,7 @@ class GatedRecurrentCache(SharedCache):
     ) -> None:
         super().__init__(width, length, attend=attend, **options)
         gates = CacheGates(width, candidate=candidate, update_bias=update_bias)
-        self.candidate = gates.candidate
+        self.candidate = candidate
         self.from_tokens, self.from_cache, self.norm = gates.from_tokens, gates.from_cache, gates.norm
 
     weights: Any = CacheGates.weights
