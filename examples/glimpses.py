@@ -1,11 +1,17 @@
-"""Memory over video frames: recognise a digit when every frame shows only a quarter of it.
+"""Memory over images that share something: the frames of a video, or all images of a batch.
 
     python examples/glimpses.py --with grc_stream,grc_stream:preset=long --seeds 5
+    python examples/glimpses.py --task camera --with grc,grc:variant=released --seeds 5
 
-A video has four frames. Each shows one quarter of a handwritten digit at its place, in a random order. After the last
-frame a small vision transformer classifies the digit. Without a memory it has seen a quarter; with a memory it may use
-all four. The reference is the same model with the whole digit in one frame. `grc_stream` has a cache per row, so it can
-hold the quarters of its own video; the cache of `grc` is shared by all rows.
+quarters: a video has four frames. Each shows one quarter of a handwritten digit at its place, in a random order. After
+the last frame a small vision transformer classifies the digit. Without a memory it has seen a quarter; with a memory it
+may use all four. The reference is the same model with the whole digit in one frame. `grc_stream` has a cache per row,
+so it can hold the quarters of its own video; the cache of `grc` is shared by all rows.
+
+camera: each batch is of one camera, which adds its own fixed pattern to all its images. One image cannot tell pattern
+from digit; a batch can. Memories must be shared by all rows. Each is scored twice: with its cache constant, as
+evaluation has it, and updated by the batch that it scores. Controls: as many parameters without a memory, and the
+batch's mean image as a second channel.
 
 Legend: B rows, T frames, C channels, S side.
 """
@@ -31,9 +37,14 @@ from cached_lab.experiments.variants import parse_variant
 from cached_lab.registries import DATASETS
 from cached_transformers.files import json_text, write_whole
 from cached_transformers.integrations.models import create_model
+from cached_transformers.memories.grc.shared_cache_memory import SharedCacheMemory
 
 FRAMES = 4
 NO_MEMORY, WHOLE = "none", "the whole digit"
+WIDER, MEAN, CLEAN = "none, as many parameters", "none, and the batch's mean image", "none, without patterns"
+UPDATED = ", updated by the scored batch"
+PATTERN = 1.0
+"""Deviation of a camera's pattern; that of the digits' pixels is 0.38."""
 SIZES: dict[str, Any] = {
     **{"image_size": 8, "patch_size": 2, "channels": 1, "classes": 10},
     **{"width": 32, "depth": 2, "heads": 2, "feed_forward": 64},
@@ -51,8 +62,18 @@ def glimpses(images_BCSS: Tensor, generator: Generator) -> Tensor:
     return torch.where(shown_BTSS[:, :, None], images_BCSS[:, None], 0.0)
 
 
+def seen_by_camera(images_BCSS: Tensor, arm: str, generator: Generator) -> Tensor:
+    """Add one pattern to all images of a batch; a second channel has their mean, which is 0 but for `MEAN`."""
+    pattern_CSS = PATTERN * torch.randn(images_BCSS.shape[1:], generator=generator)
+    seen_BCSS = images_BCSS if arm == CLEAN else images_BCSS + pattern_CSS
+    mean_CSS = seen_BCSS.mean(0) if arm == MEAN else torch.zeros_like(pattern_CSS)
+    return torch.cat([seen_BCSS, mean_CSS.expand_as(seen_BCSS)], 1)
+
+
 def answer(model: nn.Module, images_BCSS: Tensor, arm: Any, generator: Generator) -> Tensor:
     """Return logits (B, classes) after the last frame, or after the whole digit."""
+    if model.channels == 2:  # the camera's
+        return model(seen_by_camera(images_BCSS, arm, generator)).outputs  # type: ignore[no-any-return]
     if arm == WHOLE:
         return model(images_BCSS).outputs  # type: ignore[no-any-return]
     frames = glimpses(images_BCSS, generator).unbind(1)
@@ -65,12 +86,25 @@ def answer(model: nn.Module, images_BCSS: Tensor, arm: Any, generator: Generator
     return out.outputs  # type: ignore[no-any-return]
 
 
-def trained_accuracy(arm: str, seed: int, steps: int) -> dict[str, float]:
-    """Train one arm (a variant for `parse_variant`, NO_MEMORY or WHOLE); return its test accuracy and sizes."""
+def build(arm: str, task: str, wide: str = "") -> nn.Module:
+    """Build the model of an arm: a variant for `parse_variant`, or a control; `WIDER` has the parameters of `wide`."""
+    memory = None if arm in (NO_MEMORY, WHOLE, WIDER, MEAN, CLEAN) else parse_variant(arm)
+    sizes = SIZES | {"channels": 1 if task == "quarters" else 2}
+    if arm == WIDER:
+        missing = _parameters(build(wide, task)) - _parameters(build(NO_MEMORY, task))
+        sizes["feed_forward"] += round(missing / (SIZES["depth"] * (2 * SIZES["width"] + 1)))
+    return create_model("vision_transformer", **sizes, memory=memory)
+
+
+def _parameters(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+def trained_accuracy(arm: str, task: str, wide: str, seed: int, steps: int) -> dict[str, float]:
+    """Train one arm of a task; return its test accuracy and size, and the accuracy with the cache updated."""
     train, test = (DATASETS.create("digits", split=split) for split in ("train", "test"))
     torch.manual_seed(seed)
-    memory = None if arm in (NO_MEMORY, WHOLE) else parse_variant(arm)
-    model = create_model("vision_transformer", **SIZES, memory=memory)
+    model = build(arm, task, wide)
     optimizer = torch.optim.AdamW(model.parameters(), RATE, weight_decay=DECAY)
     generator = torch.Generator().manual_seed(seed)
     for step in range(steps):
@@ -81,15 +115,21 @@ def trained_accuracy(arm: str, seed: int, steps: int) -> dict[str, float]:
         F.cross_entropy(answer(model, images, arm, generator), labels).backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-    model.eval()
-    images, labels = _batch(test, range(len(test)))
-    with torch.no_grad():
-        right = answer(model, images, arm, torch.Generator().manual_seed(0)).argmax(1) == labels
-    return {
-        "accuracy": right.double().mean().item(),
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "rows": len(test),
-    }
+    found = {"parameters": _parameters(model), "rows": len(test), "accuracy": _accuracy(model.eval(), test, arm)}
+    caches = [module for module in model.modules() if isinstance(module, SharedCacheMemory)]
+    for cache in caches:
+        cache.train()
+    return {**found, "updated": _accuracy(model, test, arm)} if caches and task == "camera" else found
+
+
+@torch.no_grad()
+def _accuracy(model: nn.Module, test: Any, arm: str) -> float:
+    """Return the share of right answers, in batches as in training: each is of one camera."""
+    generator, right = torch.Generator().manual_seed(0), 0
+    for first in range(0, len(test), BATCH):
+        images, labels = _batch(test, range(first, min(first + BATCH, len(test))))
+        right += int((answer(model, images, arm, generator).argmax(1) == labels).sum())
+    return right / len(test)
 
 
 def _batch(dataset: Any, rows: Sequence[int] | range) -> tuple[Tensor, Tensor]:
@@ -98,32 +138,42 @@ def _batch(dataset: Any, rows: Sequence[int] | range) -> tuple[Tensor, Tensor]:
 
 
 def page(results: Mapping[str, list[dict[str, float]]]) -> str:
-    """Write the table in Markdown: accuracy in per cent with its interval over seeds."""
+    """Write the table in Markdown: accuracy in per cent and its gain over `WIDER`, with intervals over seeds."""
+    bar = [100 * run["accuracy"] for run in results.get(WIDER, ())]
     rows = []
     for arm, runs in results.items():
-        mean, low, high = mean_interval([100 * run["accuracy"] for run in runs])
-        spread = "" if low is None else f" [{low:.1f}, {high:.1f}]"
-        rows.append([arm, f"{mean:.1f}{spread}", f"{runs[0]['parameters']:,}"])
-    return table(["memory", "accuracy, %", "parameters"], rows)
+        for key, name in (("accuracy", arm), ("updated", arm + UPDATED)):
+            if key in runs[0]:
+                scores = [100 * run[key] for run in runs]
+                gains = [a - b for a, b in zip(scores, bar, strict=False)] if arm != WIDER else []
+                cells = [_interval(values, sign) for values, sign in ((scores, ""), (gains, "+")) if bar or not sign]
+                rows.append([name, *cells, f"{runs[0]['parameters']:,}"])
+    return table(["memory", "accuracy, %", *(["against as many parameters"] if bar else []), "parameters"], rows)
+
+
+def _interval(values: list[float], sign: str) -> str:
+    if not values:
+        return ""
+    mean, low, high = mean_interval(values)
+    return f"{mean:{sign}.1f}" + ("" if low is None else f" [{low:{sign}.1f}, {high:{sign}.1f}]")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train missing runs, print the table, and write glimpses.json."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument(
-        "--with", dest="memories", default="grc_stream", help="variants NAME:option=value, separated by commas"
-    )
+    parser.add_argument("--with", dest="memories", default="", help="variants NAME:option=value, separated by commas")
+    parser.add_argument("--task", choices=["quarters", "camera"], default="quarters")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--out", type=Path, default=Path("runs/glimpses"))
     given = parser.parse_args(arguments)
     if given.seeds < 1 or given.steps < 1:
         parser.error(f"--seeds {given.seeds} and --steps {given.steps} must be at least 1")
-    path = given.out / "glimpses.json"
-    arms = [NO_MEMORY, *given.memories.split(","), WHOLE]
+    memories = (given.memories or ("grc_stream" if given.task == "quarters" else "grc")).split(",")
+    path = given.out / ("glimpses.json" if given.task == "quarters" else "camera.json")
+    arms = [NO_MEMORY, *memories, *([WHOLE] if given.task == "quarters" else [WIDER, MEAN, CLEAN])]
     try:
-        for arm in arms[1:-1]:
-            create_model("vision_transformer", **SIZES, memory=parse_variant(arm))
+        sizes = {arm: _parameters(build(arm, given.task)) for arm in memories}
     except ValueError as error:
         parser.error(f"--with {given.memories}: {error}")
     kept: dict[str, list[dict[str, float]]] = {}
@@ -133,7 +183,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for arm in arms:
         done = {run["seed"]: run for run in kept.setdefault(arm, []) if run["steps"] == given.steps}
         for seed in sorted(set(range(given.seeds)) - done.keys()):
-            done[seed] = {**trained_accuracy(arm, seed, given.steps), "seed": seed, "steps": given.steps}
+            wide = max(memories, key=lambda memory: sizes[memory])
+            scores = trained_accuracy(arm, given.task, wide, seed, given.steps)
+            done[seed] = {**scores, "seed": seed, "steps": given.steps}
             kept[arm].append(done[seed])
             print(f"{arm}, seed {seed}: {100 * done[seed]['accuracy']:.1f} % right", flush=True)
             record = {"command": shlex.join(sys.argv), "machine": machine(), "environment": environment("cpu")}

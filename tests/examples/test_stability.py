@@ -86,3 +86,16 @@ def test_a_memory_tells_the_last_frame_what_the_others_showed() -> None:
     assert not last.all()
     assert ((asked[0] - asked[1]).abs().amax(1) > 1e-6).all(), "with a memory every frame counts"
     assert torch.equal((asked[2] - asked[3]).abs().amax(1) > 0, last), "without one only the last"
+
+
+def test_a_camera_adds_one_pattern_to_its_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    images = torch.rand(5, 1, 8, 8)
+    seen, mean = (glimpses.seen_by_camera(images, arm, torch.Generator()) for arm in ("grc", glimpses.MEAN))
+    pattern = (seen[:, :1] - images)[0]
+    assert pattern.std() > 0.5 and torch.allclose(seen[:, :1] - images, pattern.expand_as(images), atol=1e-6)
+    assert not seen[:, 1].any() and torch.allclose(mean[:, 1], (images + pattern).mean(0).expand(5, 1, 8, 8)[:, 0])
+    assert glimpses.main(["--task", "camera", "--seeds", "1", "--steps", "1", "--out", str(tmp_path)]) == 0
+    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    sizes = {row[0].removeprefix("| "): int(row[-1].strip(" |").replace(",", "")) for row in rows[2:]}
+    assert list(sizes)[1:3] == ["grc", "grc" + glimpses.UPDATED] and len(sizes) == 6
+    assert abs(sizes[glimpses.WIDER] / sizes["grc"] - 1) < 0.005 < sizes["grc"] / sizes["none"] - 1
