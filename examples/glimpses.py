@@ -9,9 +9,9 @@ may use all four. The reference is the same model with the whole digit in one fr
 so it can hold the quarters of its own video; the cache of `grc` is shared by all rows.
 
 camera: each batch is of one camera, which adds its own fixed pattern to all its images. One image cannot tell pattern
-from digit; a batch can. Memories must be shared by all rows. Each is scored twice: with its cache constant, as
-evaluation has it, and updated by the batch that it scores. Controls: as many parameters without a memory, and the
-batch's mean image as a second channel.
+from digit; a batch can. Memories are those that all rows share. Each is scored twice: with its cache constant, as
+evaluation has it, and updated by the batch that it scores. Controls: as many parameters as the largest of them without
+a memory, and the batch's mean image as a second channel.
 
 Legend: B rows, T frames, C channels, S side.
 """
@@ -30,6 +30,7 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
+from cached_lab.experiments.costs.flops import count_parameters
 from cached_lab.experiments.environment import environment, machine
 from cached_lab.experiments.reports.markdown import table
 from cached_lab.experiments.statistics import mean_interval
@@ -41,10 +42,10 @@ from cached_transformers.memories.grc.shared_cache_memory import SharedCacheMemo
 
 FRAMES = 4
 NO_MEMORY, WHOLE = "none", "the whole digit"
-WIDER, MEAN, CLEAN = "none, as many parameters", "none, and the batch's mean image", "none, without patterns"
+WIDER, MEAN, CLEAN = "none, as many parameters as ", "none, and the batch's mean image", "none, without patterns"
 UPDATED = ", updated by the scored batch"
 PATTERN = 1.0
-"""Deviation of a camera's pattern; that of the digits' pixels is 0.38."""
+"""Deviation of a camera's pattern, as that of the data set's pixels."""
 SIZES: dict[str, Any] = {
     **{"image_size": 8, "patch_size": 2, "channels": 1, "classes": 10},
     **{"width": 32, "depth": 2, "heads": 2, "feed_forward": 64},
@@ -63,7 +64,7 @@ def glimpses(images_BCSS: Tensor, generator: Generator) -> Tensor:
 
 
 def seen_by_camera(images_BCSS: Tensor, arm: str, generator: Generator) -> Tensor:
-    """Add one pattern to all images of a batch; a second channel has their mean, which is 0 but for `MEAN`."""
+    """Add one pattern to all images of a batch; a second channel has their mean for `MEAN`, and 0 for other arms."""
     pattern_CSS = PATTERN * torch.randn(images_BCSS.shape[1:], generator=generator)
     seen_BCSS = images_BCSS if arm == CLEAN else images_BCSS + pattern_CSS
     mean_CSS = seen_BCSS.mean(0) if arm == MEAN else torch.zeros_like(pattern_CSS)
@@ -72,8 +73,6 @@ def seen_by_camera(images_BCSS: Tensor, arm: str, generator: Generator) -> Tenso
 
 def answer(model: nn.Module, images_BCSS: Tensor, arm: Any, generator: Generator) -> Tensor:
     """Return logits (B, classes) after the last frame, or after the whole digit."""
-    if model.channels == 2:  # the camera's
-        return model(seen_by_camera(images_BCSS, arm, generator)).outputs  # type: ignore[no-any-return]
     if arm == WHOLE:
         return model(images_BCSS).outputs  # type: ignore[no-any-return]
     frames = glimpses(images_BCSS, generator).unbind(1)
@@ -86,25 +85,35 @@ def answer(model: nn.Module, images_BCSS: Tensor, arm: Any, generator: Generator
     return out.outputs  # type: ignore[no-any-return]
 
 
-def build(arm: str, task: str, wide: str = "") -> nn.Module:
-    """Build the model of an arm: a variant for `parse_variant`, or a control; `WIDER` has the parameters of `wide`."""
-    memory = None if arm in (NO_MEMORY, WHOLE, WIDER, MEAN, CLEAN) else parse_variant(arm)
+def answer_to_camera(model: nn.Module, images_BCSS: Tensor, arm: str, generator: Generator) -> Tensor:
+    """Return logits (B, classes) of a batch of one camera."""
+    return model(seen_by_camera(images_BCSS, arm, generator)).outputs  # type: ignore[no-any-return]
+
+
+TASKS = {"quarters": answer, "camera": answer_to_camera}
+
+
+def build(arm: str, task: str) -> nn.Module:
+    """Build the model of an arm: a variant for `parse_variant`, or a control."""
     sizes = SIZES | {"channels": 1 if task == "quarters" else 2}
-    if arm == WIDER:
-        missing = _parameters(build(wide, task)) - _parameters(build(NO_MEMORY, task))
+    if arm.startswith(WIDER):
+        missing = count_parameters(build(arm.removeprefix(WIDER), task)) - count_parameters(build(NO_MEMORY, task))
         sizes["feed_forward"] += round(missing / (SIZES["depth"] * (2 * SIZES["width"] + 1)))
+        arm = NO_MEMORY
+    memory = None if arm in (NO_MEMORY, WHOLE, MEAN, CLEAN) else parse_variant(arm)
     return create_model("vision_transformer", **sizes, memory=memory)
 
 
-def _parameters(model: nn.Module) -> int:
-    return sum(p.numel() for p in model.parameters())
+def shared_memories(model: nn.Module) -> list[SharedCacheMemory]:
+    """Return the memories of all layers whose cache all rows share."""
+    return [module for module in model.modules() if isinstance(module, SharedCacheMemory)]
 
 
-def trained_accuracy(arm: str, task: str, wide: str, seed: int, steps: int) -> dict[str, float]:
+def trained_accuracy(arm: str, task: str, seed: int, steps: int) -> dict[str, float]:
     """Train one arm of a task; return its test accuracy and size, and the accuracy with the cache updated."""
     train, test = (DATASETS.create("digits", split=split) for split in ("train", "test"))
     torch.manual_seed(seed)
-    model = build(arm, task, wide)
+    model, ask = build(arm, task), TASKS[task]
     optimizer = torch.optim.AdamW(model.parameters(), RATE, weight_decay=DECAY)
     generator = torch.Generator().manual_seed(seed)
     for step in range(steps):
@@ -112,23 +121,25 @@ def trained_accuracy(arm: str, task: str, wide: str, seed: int, steps: int) -> d
         rows = torch.randint(0, len(train), (BATCH,), generator=generator).tolist()
         images, labels = _batch(train, rows)
         optimizer.zero_grad()
-        F.cross_entropy(answer(model, images, arm, generator), labels).backward()  # type: ignore[no-untyped-call]
+        F.cross_entropy(ask(model, images, arm, generator), labels).backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-    found = {"parameters": _parameters(model), "rows": len(test), "accuracy": _accuracy(model.eval(), test, arm)}
-    caches = [module for module in model.modules() if isinstance(module, SharedCacheMemory)]
-    for cache in caches:
-        cache.train()
-    return {**found, "updated": _accuracy(model, test, arm)} if caches and task == "camera" else found
+    model.eval()
+    found = {"parameters": count_parameters(model), "rows": len(test), "accuracy": _accuracy(model, test, arm, task)}
+    if task == "camera" and (memories := shared_memories(model)):
+        for memory in memories:
+            memory.train()
+        found["updated"] = _accuracy(model, test, arm, task)
+    return found
 
 
 @torch.no_grad()
-def _accuracy(model: nn.Module, test: Any, arm: str) -> float:
+def _accuracy(model: nn.Module, test: Any, arm: str, task: str) -> float:
     """Return the share of right answers, in batches as in training: each is of one camera."""
     generator, right = torch.Generator().manual_seed(0), 0
     for first in range(0, len(test), BATCH):
         images, labels = _batch(test, range(first, min(first + BATCH, len(test))))
-        right += int((answer(model, images, arm, generator).argmax(1) == labels).sum())
+        right += int((TASKS[task](model, images, arm, generator).argmax(1) == labels).sum())
     return right / len(test)
 
 
@@ -139,13 +150,14 @@ def _batch(dataset: Any, rows: Sequence[int] | range) -> tuple[Tensor, Tensor]:
 
 def page(results: Mapping[str, list[dict[str, float]]]) -> str:
     """Write the table in Markdown: accuracy in per cent and its gain over `WIDER`, with intervals over seeds."""
-    bar = [100 * run["accuracy"] for run in results.get(WIDER, ())]
+    wider = next((arm for arm in results if arm.startswith(WIDER)), "")
+    bar = [100 * run["accuracy"] for run in results.get(wider, ())]
     rows = []
     for arm, runs in results.items():
         for key, name in (("accuracy", arm), ("updated", arm + UPDATED)):
             if key in runs[0]:
                 scores = [100 * run[key] for run in runs]
-                gains = [a - b for a, b in zip(scores, bar, strict=False)] if arm != WIDER else []
+                gains = [a - b for a, b in zip(scores, bar, strict=True)] if bar and arm != wider else []
                 cells = [_interval(values, sign) for values, sign in ((scores, ""), (gains, "+")) if bar or not sign]
                 rows.append([name, *cells, f"{runs[0]['parameters']:,}"])
     return table(["memory", "accuracy, %", *(["against as many parameters"] if bar else []), "parameters"], rows)
@@ -159,23 +171,27 @@ def _interval(values: list[float], sign: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Train missing runs, print the table, and write glimpses.json."""
+    """Train missing runs, print the table, and write glimpses.json or camera.json."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--with", dest="memories", default="", help="variants NAME:option=value, separated by commas")
-    parser.add_argument("--task", choices=["quarters", "camera"], default="quarters")
+    parser.add_argument("--task", choices=[*TASKS], default="quarters")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--out", type=Path, default=Path("runs/glimpses"))
     given = parser.parse_args(arguments)
     if given.seeds < 1 or given.steps < 1:
         parser.error(f"--seeds {given.seeds} and --steps {given.steps} must be at least 1")
-    memories = (given.memories or ("grc_stream" if given.task == "quarters" else "grc")).split(",")
-    path = given.out / ("glimpses.json" if given.task == "quarters" else "camera.json")
-    arms = [NO_MEMORY, *memories, *([WHOLE] if given.task == "quarters" else [WIDER, MEAN, CLEAN])]
+    frames = given.task == "quarters"
+    memories = (given.memories or ("grc_stream" if frames else "grc")).split(",")
     try:
-        sizes = {arm: _parameters(build(arm, given.task)) for arm in memories}
+        models = {arm: build(arm, given.task) for arm in memories}
     except ValueError as error:
         parser.error(f"--with {given.memories}: {error}")
+    if own := [arm for arm, model in models.items() if not (frames or shared_memories(model))]:
+        parser.error(f"--with {','.join(own)}: --task camera is for memories that all rows share, e.g. grc")
+    largest = max(memories, key=lambda arm: count_parameters(models[arm]))
+    arms = [NO_MEMORY, *memories, *([WHOLE] if frames else [WIDER + largest, MEAN, CLEAN])]
+    path = given.out / ("glimpses.json" if frames else "camera.json")
     kept: dict[str, list[dict[str, float]]] = {}
     if path.is_file():
         kept = json.loads(path.read_text(encoding="utf-8"))["results"]
@@ -183,8 +199,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for arm in arms:
         done = {run["seed"]: run for run in kept.setdefault(arm, []) if run["steps"] == given.steps}
         for seed in sorted(set(range(given.seeds)) - done.keys()):
-            wide = max(memories, key=lambda memory: sizes[memory])
-            scores = trained_accuracy(arm, given.task, wide, seed, given.steps)
+            scores = trained_accuracy(arm, given.task, seed, given.steps)
             done[seed] = {**scores, "seed": seed, "steps": given.steps}
             kept[arm].append(done[seed])
             print(f"{arm}, seed {seed}: {100 * done[seed]['accuracy']:.1f} % right", flush=True)

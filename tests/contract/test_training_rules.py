@@ -83,6 +83,7 @@ def test_every_parameter_learns(case: Case) -> None:
 def test_a_closed_gate_is_the_plain_model(case: Case) -> None:
     model = case.build().double()
     memories = model.stack.layer_memories()  # type: ignore[union-attr, operator]
+    # a memory with a branch for an option has no gate without it
     gates = [type(m).close_gate if getattr(m, "branch", m) else None for m in members_of(memories[0])]
     if any(close in (None, LayerMemory.close_gate) for close in gates):
         with pytest.raises(ValueError, match="has no gate to close; remove the memory instead"):

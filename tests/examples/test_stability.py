@@ -47,7 +47,13 @@ def test_frames_show_quarters_and_bad_input_is_named(capsys: pytest.CaptureFixtu
     seen = (videos[:, :, 0] > 0).unflatten(2, (2, 4)).unflatten(4, (2, 4)).any(5).any(3)  # rows, frames, quarters
     assert (seen.flatten(2).sum(2) == 1).all()
     assert len({tuple(row) for row in seen.flatten(2).int().argmax(2).tolist()}) > 10, "orders differ"
-    for arguments, message in ((["--with", "grcs"], "did you mean 'grc'"), (["--seeds", "0"], "at least 1")):
+    rowwise = ["--task", "camera", "--with", "grc,grc_stream"]
+    wrong = (
+        (["--with", "grcs"], "did you mean 'grc'"),
+        (["--seeds", "0"], "at least 1"),
+        (rowwise, "--with grc_stream:"),
+    )
+    for arguments, message in wrong:
         with pytest.raises(SystemExit):
             glimpses.main(arguments)
         assert message in capsys.readouterr().err
@@ -98,4 +104,15 @@ def test_a_camera_adds_one_pattern_to_its_batch(tmp_path: Path, capsys: pytest.C
     rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
     sizes = {row[0].removeprefix("| "): int(row[-1].strip(" |").replace(",", "")) for row in rows[2:]}
     assert list(sizes)[1:3] == ["grc", "grc" + glimpses.UPDATED] and len(sizes) == 6
-    assert abs(sizes[glimpses.WIDER] / sizes["grc"] - 1) < 0.005 < sizes["grc"] / sizes["none"] - 1
+    assert abs(sizes[glimpses.WIDER + "grc"] / sizes["grc"] - 1) < 0.005 < sizes["grc"] / sizes["none"] - 1
+
+
+@torch.no_grad()
+def test_an_updated_cache_tells_rows_of_each_other_and_a_constant_one_does_not() -> None:
+    model = stirred(glimpses.build("grc", "camera").eval(), 0.5)
+    images = torch.randn(3, 2, 8, 8)
+    others = torch.cat([images[:1], torch.randn(2, 2, 8, 8)])
+    assert torch.equal(model(images).outputs[0], model(others).outputs[0])
+    for memory in glimpses.shared_memories(model):
+        memory.train()
+    assert (model(images).outputs[0] - model(others).outputs[0]).abs().max() > 1e-4

@@ -15,6 +15,7 @@ import torch
 from memories.harness import agree
 from torch import Tensor, nn
 
+from cached_lab.experiments.reports.collect import collect_gates
 from cached_transformers import GRCAttention, create_model
 from cached_transformers.memories.grc.equations import Candidate, GateWeights, gate_update, mean_gate_update
 from cached_transformers.memories.grc.stream import StreamGRC
@@ -227,6 +228,7 @@ def test_an_open_gate_on_copies_is_a_window() -> None:
         outs = [model(segment, state) for model, state in zip((grc, window), states, strict=True)]
         torch.testing.assert_close(outs[0].outputs, outs[1].outputs, rtol=0, atol=1e-12)
         states = [out.state for out in outs]
+    assert collect_gates(grc) == []
 
 
 @pytest.mark.parametrize("update_gate", ["sigmoid", "stretched"])

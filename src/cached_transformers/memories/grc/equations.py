@@ -52,7 +52,10 @@ def new_cache(s_BMC: Tensor, cache_BMC: Tensor, W_u: Linear, W_r: Linear, W_c: L
 
 
 class GateWeights(NamedTuple):
-    """Fused weights (3C, C) on the tokens, with bias (3C,), and on the cache; the candidate's LayerNorm or None."""
+    """Fused weights (3C, C) on the tokens, with bias (3C,), and on the cache; the candidate's LayerNorm or None.
+
+    Those of the candidate "copy" have the first C rows only.
+    """
 
     tokens: Tensor
     bias: Tensor

@@ -4,6 +4,10 @@ Attending the updated cache C_t would show each token the rest of its segment, a
 give the gates no gradient. So the state holds the last segment's slots, and the update by them runs when the next
 segment reads. Equations and paper: see `grc.py`.
 
+With mix="joint" (ours) the slots' keys and values, by the layer's own projections, are beside those of the segment, at
+the positions right before it, in one softmax: each token gives the memory a share of its own, and slots have an order.
+With candidate="copy" (ours) slots are running means of tokens, C_t = (1 - u) C_{t-1} + u S_t.
+
 Legend: B rows, N tokens, M slots, H heads, C cache width, F = C / H.
 """
 
@@ -28,7 +32,7 @@ from .shared_cache_memory import MemoryBranch, cache_width
 LONG = {"update_gate": "stretched", "update_bias": -2.0}
 """Options of `StreamGRC` with which slots keep their content until a segment writes."""
 TEXT = {"mix": "joint", "candidate": "copy", "ratio": 1.0}
-"""Options for text, found on validation; `length` should be the tokens of a segment."""
+"""Options for text, found on validation with as many slots as a segment has tokens."""
 
 
 class StreamGRCState(NamedTuple):
@@ -51,7 +55,7 @@ class StreamGRCOpened(NamedTuple):
 
 
 class StreamGRCContext(NamedTuple):
-    """The same of mix="joint": the cache, rows that saw a segment, and the context."""
+    """With mix="joint": the cache updated by the last segment, rows that saw a segment, and keys and values."""
 
     cache_BMC: Tensor
     any_B: Tensor
@@ -66,7 +70,8 @@ class StreamGRCContext(NamedTuple):
     purpose="a state of fixed size, written by what training needs",
     equations="C_{t-1} = GRC(S_{t-1}, C_{t-2}) computed at segment t with gradient; o = sigmoid(lambda) o_mem + ...",
     state="per row: cache (M, C), slots of the last segment (M, C), segments seen; 2 M C * itemsize + 8 bytes",
-    cost="per row and layer: 6 M C^2 (gates) + N C^2 + 2 M C^2 (queries, keys, values) + 2 N M C multiply-adds",
+    cost="per row and layer: 6 M C^2 (gates) + N C^2 + 2 M C^2 (queries, keys, values) + 2 N M C multiply-adds; with "
+    'candidate="copy" 2 M C^2 for 6 M C^2, with mix="joint" no N C^2',
     reach="unbounded, through the gates",
     gradient="through C_{t-1} into the gates; further back as far as the segment loop does not detach",
     probe=Probing(
@@ -82,7 +87,8 @@ class StreamGRC(LayerMemory):
     A row that has seen no segment yet is not mixed at all: an empty memory is no memory.
 
     Args:
-        width: D, of the layer. heads: H. length: M, slots. ratio: C / D.
+        width: D, of the layer. heads: H.
+        length: M, slots; with preset="text" best as many as a segment has tokens. ratio: C / D.
         mix: "ratio", the paper's second attention with a share per head, or "joint", one softmax over slots and
             segment, which needs ratio=1 and has none of `combine`, `initial_gate`, `bias`, `dropout`.
         candidate: as in `CacheGates`, or "copy" (ours), the tokens themselves: slots are running means, at the rates of
