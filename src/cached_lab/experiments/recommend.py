@@ -44,7 +44,7 @@ ADVICE = (
         "text",
         "lower perplexity, trained with the model",
         {"name": "compressive", "length": 16, "compressed": 8},
-        "beats as many parameters on two novels; not shown against a window of its bytes",
+        "beats as many parameters, and a window of its bytes, on two novels",
         "text.md#real-text-does-carrying-pay",
     ),
     Advice(
