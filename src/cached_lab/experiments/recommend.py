@@ -65,7 +65,7 @@ ADVICE = (
         "text",
         "lower perplexity of a pretrained decoder in a few kB",
         {"name": "rmt", "preset": "trained"},
-        "beats LoRA, as a learned prompt: another text's memory serves as well",
+        "beats LoRA, though another text's memory serves as well",
         "long-texts.md#trained-beside-it",
     ),
     Advice(
