@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
+
 
 def refuses(message: str, call: Callable[..., Any], /, *given: Any, raises: Any = ValueError, **options: Any) -> None:
     """Call, and expect an error of which a part matches the pattern `message`."""

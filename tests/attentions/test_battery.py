@@ -350,7 +350,6 @@ def test_one_graph_is_compiled(name: str, every: bool) -> None:
         compiled = torch.compile(core, fullgraph=True, backend=backend, dynamic=False)
         want = run(core, given, causal=causal).out_BHNV
         torch.testing.assert_close(run(compiled, given, causal=causal).out_BHNV, want)
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("name", NAMES)

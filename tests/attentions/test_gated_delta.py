@@ -407,7 +407,6 @@ def test_a_carried_state_is_one_compiled_graph(preset: str | None) -> None:
     torch.testing.assert_close(*outs, rtol=0, atol=1e-12)
     gradients = [torch.autograd.grad(out.square().sum(), [given["k"], *core.parameters()]) for out in outs]
     torch.testing.assert_close(*gradients, rtol=0, atol=1e-11)
-    torch._dynamo.reset()
 
 
 def test_what_the_call_lacks_is_named() -> None:

@@ -237,7 +237,6 @@ def test_training_compiles_to_one_graph() -> None:
         torch.testing.assert_close(got.out_BHNV, want.out_BHNV)
         torch.testing.assert_close(got.auxiliary_loss, want.auxiliary_loss)
     torch.testing.assert_close(core.centroids_HCE, plain.centroids_HCE)
-    torch._dynamo.reset()
 
 
 def test_sizes_come_from_the_length_and_means_have_no_log_sum_exp() -> None:

@@ -77,7 +77,7 @@ def documents(folder: Path) -> list[str]:
     training = {"steps": 40, "batch_size": 8, "evaluate_every": 20, "tensorboard": False, "metric": "accuracy"}
     data = {"name": "labelled_documents", "path": str(folder / "a.jsonl"), "segment_length": 4}
     tree = {"data": data, "model": model, "training": training}
-    (folder / "recipe.yaml").write_text(yaml.safe_dump({**tree, "optimizer": {"learning_rate": 0.01}}))
+    (folder / "recipe.yaml").write_text(yaml.safe_dump({**tree, "optimizer": {"learning_rate": 0.03}}))
     return ["compare", str(folder / "recipe.yaml"), "--seeds", "1"]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,15 +13,6 @@ from torch.utils import _pytree as pytree
 
 from cached_transformers import state as states
 from cached_transformers.memories.grc.shared_cache import commit_caches
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    counters.clear()
-    with torch._dynamo.config.patch(error_on_recompile=False):
-        yield
-    torch._dynamo.reset()
 
 
 def compiled(model: nn.Module, backend: Any) -> Any:
@@ -143,7 +133,7 @@ def test_exported_with_the_state_as_input_and_output(case: Case) -> None:
     inputs = [_double(segment) for segment in segments(case, 6)]
     leaves = pytree.tree_leaves(model.init_state(ROWS))
     with torch.no_grad():
-        exported = torch.export.export(flat, (inputs[0], *leaves)).module()
+        exported = torch.export.export(flat, (inputs[0], *leaves), strict=False).module()
         for segment, expected in zip(inputs, stream(model, inputs), strict=True):
             outputs, *leaves = exported(segment, *leaves)
             torch.testing.assert_close(outputs, expected.outputs, rtol=0, atol=1e-6)

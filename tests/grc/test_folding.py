@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from cached_transformers import fold, reset_caches, unfold
 
 WIDTH, LENGTH = 16, 8
-pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 class Layer(nn.Module):
@@ -168,8 +167,8 @@ def test_exported_code_holds_constants_only_after_fold() -> None:
     x_BND = torch.randn(2, LENGTH, WIDTH)
     with torch.no_grad():
         expected = layer(x_BND)
-        open_ = torch.export.export(layer, (x_BND,))
-        closed = torch.export.export(fold(layer), (x_BND,))
+        open_ = torch.export.export(layer, (x_BND,), strict=False)
+        closed = torch.export.export(fold(layer), (x_BND,), strict=False)
     assert used_inputs(open_) >= SOURCES and not used_inputs(closed) & SOURCES
     for exported in (open_, closed):
         torch.testing.assert_close(exported.module()(x_BND), expected, rtol=0, atol=1e-6)

@@ -28,7 +28,6 @@ def compiled_whole(model: Any) -> Any:
     return torch.compile(not_reentrant(model), backend="aot_eager", fullgraph=True)
 
 
-@pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("recompute", [compiled_blocks, compiled_whole])
 @kinds
 def test_recomputation_changes_neither_gradients_nor_caches(

@@ -30,7 +30,6 @@ COMPILED = [
 ]
 LIKE_OTHERS = [H.ENCODER_PRENORM, H.MHA_TIME_FIRST, H.BERT_EAGER]
 assert set(COMPILED) < set(H.HOSTS)
-pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 def compiled(model: nn.Module, backend: str = "aot_eager") -> Any:
@@ -112,9 +111,9 @@ def test_exported_is_eager(host: Host) -> None:
     given = host.given(1)
     with torch.no_grad():
         expected = host.run(model, given)
-        open_ = torch.export.export(model, (), given).module()
+        open_ = torch.export.export(model, (), given, strict=False).module()
         assert_near(host.run(open_, given), expected)
-        folded = torch.export.export(fold(model), (), given).module()
+        folded = torch.export.export(fold(model), (), given, strict=False).module()
         reset_caches(folded)
         assert_near(host.run(folded, given), expected)
 

@@ -63,7 +63,6 @@ def test_an_offloaded_encoder_keeps_its_shared_memory() -> None:
 def test_compiled_there_is_one_graph_for_all_segments(memory: str) -> None:
     from torch._dynamo.testing import CompileCounter
 
-    torch._dynamo.reset()
     model, counter = awaken(stream(T.GPT2, memory)), CompileCounter()
     compiled, operations = torch.compile(model, backend=counter), []
     for segments in (3, 6, 12):

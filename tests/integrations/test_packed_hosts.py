@@ -358,7 +358,6 @@ def test_encoders_refuse_it_with_the_reason(name: str) -> None:
 
 @pytest.mark.slow
 def test_told_by_a_keyword_a_compiled_model_reads_documents() -> None:
-    torch._dynamo.reset()
     model = T.awaken(T.stream(T.GPT2, "grc_stream", None))
     expected = model(ONE, labels=ONE, document_ids=NUMBERS)
     found = torch.compile(model, backend="aot_eager")(ONE, labels=ONE, document_ids=NUMBERS)
@@ -369,7 +368,6 @@ def test_told_by_a_keyword_a_compiled_model_reads_documents() -> None:
 
 @pytest.mark.slow
 def test_places_alone_tell_a_compiled_graph_too_late() -> None:
-    torch._dynamo.reset()
     model = T.stream(T.GPT2, "grc_stream", None)
     compiled = torch.compile(model, backend="aot_eager")
     places = torch.arange(13)[None]

@@ -88,19 +88,16 @@ def test_a_segment_of_embeddings_goes_on_with_ids_and_ids_with_embeddings(memory
 def test_a_compiled_forward_generates_without_compiling_again() -> None:
     from torch._dynamo.testing import CompileCounter
 
-    torch._dynamo.reset()
     counter, model, ids = CompileCounter(), awaken(stream(GPT2, "grc_stream")), words(2, 6)
     expected = model.generate(ids, **GREEDY)
     model.forward = torch.compile(model.forward, backend=counter)
     same(model.generate(ids, **GREEDY), expected)
     assert counter.frame_count <= 2  # the prompt, and a token
-    torch._dynamo.reset()
 
 
 def test_a_compiled_forward_without_a_cache_compiles_for_all_lengths() -> None:
     from torch._dynamo.testing import CompileCounter
 
-    torch._dynamo.reset()
     counter, model, ids, counts = CompileCounter(), awaken(stream(GPT2, "grc_stream")), words(2, 6), []
     given = GREEDY | {"use_cache": False, "return_dict_in_generate": False}
     calls = [given | {"max_new_tokens": tokens} for tokens in (11, 23)]
@@ -110,7 +107,6 @@ def test_a_compiled_forward_without_a_cache_compiles_for_all_lengths() -> None:
         assert torch.equal(model.generate(ids, **call), tokens)
         counts.append(counter.frame_count)
     assert counts[0] == counts[1] <= 9
-    torch._dynamo.reset()
 
 
 CALLS: list[tuple[str, Any, str]] = [

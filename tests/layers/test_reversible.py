@@ -91,7 +91,6 @@ def test_it_keeps_as_much_at_any_depth_and_is_compiled() -> None:
         run(x).outputs.square().sum().backward()
     for a, b in zip(stack.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=1e-10)
-    torch._dynamo.reset()
 
 
 def test_mixed_precision_is_repeated_as_it_was() -> None:

@@ -251,7 +251,6 @@ def test_data_parallel_and_sharding_wrap_the_loop(tmp_path: Path) -> None:
     in_group(run, "gloo", init_method=f"file://{tmp_path / 'rendezvous'}", rank=0, world_size=1)
 
 
-@pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("case", [XL, pytest.param(GRC, marks=pytest.mark.slow)], ids=str)
 def test_a_compiled_loop_is_one_graph(case: Case) -> None:
     model = build(case, depth=2)

@@ -326,7 +326,6 @@ def test_inputs_that_do_not_fit_are_refused(change: dict[str, Any], message: str
     refuses("batch_size=0", build().init_state, 0)
 
 
-@pytest.mark.usefixtures("fresh_compiler")
 def test_training_is_one_graph() -> None:
     model, reference = (build(depth=1).train() for _ in range(2))
     run = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=False)

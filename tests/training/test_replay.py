@@ -155,4 +155,3 @@ def test_a_compiled_model_can_be_replayed() -> None:
     plain = gradients(SegmentLoop(model, SEGMENT, 3), inputs, targets)
     compiled = torch.compile(model, backend="aot_eager", dynamic=False)
     assert_equal(gradients(ReplayLoop(compiled, SEGMENT, 3), inputs, targets), plain, 1e-10)  # type: ignore[arg-type]
-    torch._dynamo.reset()

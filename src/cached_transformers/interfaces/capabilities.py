@@ -85,12 +85,12 @@ def in_words(can: Iterable[str]) -> str:
 
 def misfit(needs: Mapping[str, str], can: Iterable[str], of: str, way_out: str = "") -> str | None:
     """Return the message of `refuse_misfit`; None if everything fits."""
-    word = next((word for word in needs if word not in can), None)
-    if word is None:
-        return None
-    meaning = (PLACE_WORDS | OWN_WORDS | CORE_WORDS).get(word, "declared by no own_word()")
-    tail = f"; {way_out}" if way_out else ""
-    return f"{needs[word]} needs {word} ({meaning}), which {of} does not give{tail}"
+    for word, part in needs.items():
+        if word not in can:
+            meaning = (PLACE_WORDS | OWN_WORDS | CORE_WORDS).get(word, "declared by no own_word()")
+            tail = f"; {way_out}" if way_out else ""
+            return f"{part} needs {word} ({meaning}), which {of} does not give{tail}"
+    return None
 
 
 def refuse_misfit(needs: Mapping[str, str], can: Iterable[str], of: str, way_out: str = "") -> None:

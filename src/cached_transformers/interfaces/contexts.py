@@ -66,7 +66,7 @@ def _same_masks(first: Context, second: Context) -> list[Tensor]:
     masks = [c.visible_BHNM for c in (first, second)]
     said = [m for m in masks if m is not None]
     rows, tokens = (max(m.shape[dim] for m in said) for dim in (0, 2))
-    dtype = next((m.dtype for m in said if m.dtype != torch.bool), torch.bool)
+    dtype = [*(m.dtype for m in said if m.dtype != torch.bool), torch.bool][0]
     return [
         (c.valid_BM.new_ones(1, 1, 1, c.k_BHME.shape[2]) if m is None else m).to(dtype).expand(rows, 1, tokens, -1)
         for m, c in zip(masks, (first, second), strict=True)

@@ -136,8 +136,8 @@ def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[T
 def into_blocks(t_BHNE: Tensor, size: int) -> Tensor:
     """(B, H, Q, size, E): cut into blocks, the last one filled up with zeros."""
     missing = -t_BHNE.shape[2] % size
-    if missing:  # padding by nothing would copy
-        t_BHNE = F.pad(t_BHNE, (0, 0, 0, missing))
+    if missing:  # cat: in torch 2.6, F.pad refuses E = 0
+        t_BHNE = torch.cat([t_BHNE, t_BHNE.new_zeros(*t_BHNE.shape[:2], missing, t_BHNE.shape[3])], 2)
     return t_BHNE.unflatten(2, (-1, size))
 
 
