@@ -15,8 +15,9 @@ import importlib
 import importlib.metadata
 import warnings
 from collections.abc import Sequence
-from importlib.machinery import EXTENSION_SUFFIXES, ExtensionFileLoader, FileFinder
+from importlib.machinery import EXTENSION_SUFFIXES
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
@@ -169,18 +170,15 @@ def _starts(counts: Tensor) -> Tensor:
 
 
 def _load_compiled_operators(folders: Sequence[str]) -> str | None:
-    """Load the library of torchvision; return the reason if it does not load."""
-    details = (ExtensionFileLoader, EXTENSION_SUFFIXES)
-    for folder in folders:
-        spec = FileFinder(folder, details).find_spec("_C")
-        if spec is None or spec.origin is None:
-            continue
-        try:
-            torch.ops.load_library(spec.origin)
-        except OSError as error:
-            return str(error.__cause__ or error).partition("\n")[0]
-        return None
-    return "it has none"
+    """Load the library of torchvision (`_C`, from 0.29 on `_C_stable`); return the reason if it does not load."""
+    files = [file for folder in folders for file in sorted(Path(folder).glob("_C*"))]
+    libraries = [file for file in files if file.name.endswith(tuple(EXTENSION_SUFFIXES))]
+    try:
+        for library in libraries:
+            torch.ops.load_library(str(library))
+    except OSError as error:
+        return str(error.__cause__ or error).partition("\n")[0]
+    return None if libraries else "it has none"
 
 
 @functools.cache

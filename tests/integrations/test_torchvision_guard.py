@@ -168,8 +168,9 @@ def inert(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("inert")
 @pytest.mark.filterwarnings("error")
-def test_native_operators_leave_everything_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    library = tmp_path / f"_C{torchvision_guard.EXTENSION_SUFFIXES[0]}"
+@pytest.mark.parametrize("name", ["_C", "_C_stable"])  # before torchvision 0.29, and since
+def test_native_operators_leave_everything_alone(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = tmp_path / f"{name}{torchvision_guard.EXTENSION_SUFFIXES[0]}"
     library.touch()
     spec = ModuleSpec("torchvision", None, is_package=True)
     spec.submodule_search_locations = [str(tmp_path)]

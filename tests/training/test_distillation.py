@@ -9,7 +9,7 @@ from typing import Any
 import pairs
 import pytest
 import torch
-from common import refuses
+from common import TORCH, refuses
 from real_weights import TEXT, glass_folder
 from torch import Tensor
 from training.small_language import CPU
@@ -203,6 +203,7 @@ def test_answers_are_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     trainer(tmp_path, tmp_path / "second").fit()
 
 
+@pytest.mark.skipif(TORCH < (2, 7), reason="older versions of torch have no FSDP2 on the CPU")
 def test_two_processes_distil_as_one_does(tmp_path: Path) -> None:
     (tmp_path / "book.txt").write_text(TEXT * 60, encoding="utf-8")
     (tmp_path / "recipe.yaml").write_text(config_to_yaml(recipe(tmp_path, log_every=1, batch_size=4)), encoding="utf-8")
