@@ -16,6 +16,8 @@ import torch
 from common import TORCH
 
 PROJECT = Path(__file__).resolve().parents[1]
+# Folders of torch, and the version since which they do all that this package asks: named tuples, FSDP2 on the CPU.
+LACKING = {"/_dynamo/": (2, 9), "/_export/": (2, 9), "/fsdp/": (2, 7)}
 
 # Tests are small and may run side by side.
 torch.set_num_threads(1)
@@ -37,12 +39,13 @@ def pytest_collection() -> Generator[None, Any, Any]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, Any, Any]:
-    """Skip what older torch lacks: graphs with named tuples (2.9), FSDP2 on the CPU (2.7). Nothing compiled stays."""
+    """Skip what fails in a part that an older torch lacks; keep nothing compiled for the next test."""
     try:
         return (yield)
     except Exception as error:
         raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
-        if (TORCH < (2, 9) and "_dynamo" in raised_in) or (TORCH < (2, 7) and "fsdp" in raised_in):
+        lacking = [part for part, since in LACKING.items() if since > TORCH and part in raised_in]
+        if lacking:
             pytest.skip(f"torch {torch.__version__}: {error}")
         raise
     finally:

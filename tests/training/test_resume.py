@@ -17,6 +17,7 @@ import pairs
 import pytest
 import standin
 import yaml
+from common import TORCH
 from drills.frame import forked
 from training.same_run import assert_same_run, final
 
@@ -103,6 +104,7 @@ def test_after_a_sigkill_a_truncated_newest_checkpoint_is_reported_and_skipped(t
     assert_same_run(folder, uninterrupted, STEPS)
 
 
+@pytest.mark.skipif(TORCH < (2, 9), reason="other initial weights: the best step is the last")
 def test_a_damaged_best_is_named_kept_aside_and_replaced(tmp_path, uninterrupted, capsys):
     folder = tmp_path / "run"
     shutil.copytree(uninterrupted, folder)

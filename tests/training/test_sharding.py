@@ -15,7 +15,7 @@ import safetensors.torch
 import sharded_runs as runs
 import torch
 import yaml
-from common import refuses
+from common import TORCH, refuses
 from contract.contract_cases import STREAMS
 from same_run import assert_same_run, assert_same_tree, final, in_two_processes
 from small_language import recipe
@@ -34,6 +34,8 @@ ALONE = World(torch.device("cpu"))
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder in which two processes trained and stored their results."""
+    if TORCH < (2, 7):
+        pytest.skip("FSDP2 needs torch 2.7")
     folder = tmp_path_factory.mktemp("sharding")
     in_two_processes(runs.train_all, folder)
     return folder
