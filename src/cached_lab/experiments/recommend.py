@@ -100,7 +100,7 @@ ADVICE = (
         "state",
         "one thing for ever, in the fewest bytes",
         {"name": "rmt"},
-        "holds it in four seeds of five",
+        "holds it for 100,000 tokens, in ten seeds of ten",
         "remembers.md#by-distance",
     ),
     Advice(
