@@ -44,8 +44,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, Any, Any]
         return (yield)
     except Exception as error:
         raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
-        lacking = [part for part, since in LACKING.items() if since > TORCH and part in raised_in]
-        if lacking:
+        if any(since > TORCH and part in raised_in for part, since in LACKING.items()):
             pytest.skip(f"torch {torch.__version__}: {error}")
         raise
     finally:

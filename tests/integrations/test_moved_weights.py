@@ -13,6 +13,7 @@ from integrations.hosts import library
 from integrations.transformers_hosts import Architecture, architectures, awaken, stream, words
 from integrations.wrapped_checks import one_process
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 
 from cached_transformers.integrations.transformers.segmented_forward import DecoderForward
 from cached_transformers.state import named_tensors
@@ -62,8 +63,6 @@ def test_an_offloaded_encoder_keeps_its_shared_memory() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("memory", ["grc_stream", "rmt"])
 def test_compiled_there_is_one_graph_for_all_segments(memory: str) -> None:
-    from torch._dynamo.testing import CompileCounter
-
     model, counter = awaken(stream(T.GPT2, memory)), CompileCounter()
     compiled, operations = torch.compile(model, backend=counter), []
     for segments in (3, 6, 12):

@@ -14,13 +14,14 @@ from integrations import hosts
 from integrations import transformers_hosts as T
 from integrations.hosts import library
 from integrations.test_refusals import fingerprint, refuse
+from packaging.version import Version
 from torch import Tensor, nn
 
 from cached_transformers import add_memory, load_pretrained, remove_memory
 from cached_transformers.memories.grc.shared_cache import caches
 
-library("transformers")
-peft = pytest.importorskip("peft", reason="PEFT is not installed")
+peft, LEAST = library("peft"), library("transformers.integrations.peft").MIN_PEFT_VERSION
+own_adapters = pytest.mark.skipif(Version(peft.__version__) < Version(LEAST), reason=f"transformers asks for {LEAST}")
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore:.*is deprecated:FutureWarning")
 
@@ -219,6 +220,7 @@ def with_own_adapter(save: bool = True) -> Any:
     return model.train()
 
 
+@own_adapters
 def test_an_adapter_of_transformers_saves_the_memory(tmp_path: Path) -> None:
     pytest.importorskip("accelerate", reason="the Trainer needs accelerate")
     transformers, model = library("transformers"), with_own_adapter()
@@ -236,6 +238,7 @@ def test_an_adapter_of_transformers_saves_the_memory(tmp_path: Path) -> None:
             near(logits(loaded), trained)
 
 
+@own_adapters
 def test_a_memory_that_no_adapter_saves_is_refused(tmp_path: Path) -> None:
     model = with_own_adapter(save=False)
     refuses(r"modules_to_save=\['memory'\]", logits, model)
@@ -273,6 +276,7 @@ def test_an_adapter_with_a_memory_is_not_loaded_without_it(remembers: bool, tmp_
     near(logits(peft.PeftModel.from_pretrained(loaded(), folder)), logits(trained.eval()))
 
 
+@own_adapters
 def test_a_memory_beside_adapters_that_would_not_save_it_is_refused() -> None:
     model = adapted(T.GPT2.build(), ["c_attn"], save=False)
     way_out = r"holds adapters of PEFT \(.*c_attn is a Linear\).*give add_memory the PeftModel"

@@ -10,6 +10,7 @@ import torch
 from common import refuses
 from integrations.transformers_hosts import GPT2, LLAMA, awaken, differences, stream, words
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 
 from cached_transformers import add_memory, load_pretrained
 
@@ -86,8 +87,6 @@ def test_a_segment_of_embeddings_goes_on_with_ids_and_ids_with_embeddings(memory
 
 
 def test_a_compiled_forward_generates_without_compiling_again() -> None:
-    from torch._dynamo.testing import CompileCounter
-
     counter, model, ids = CompileCounter(), awaken(stream(GPT2, "grc_stream")), words(2, 6)
     expected = model.generate(ids, **GREEDY)
     model.forward = torch.compile(model.forward, backend=counter)
@@ -96,8 +95,6 @@ def test_a_compiled_forward_generates_without_compiling_again() -> None:
 
 
 def test_a_compiled_forward_without_a_cache_compiles_for_all_lengths() -> None:
-    from torch._dynamo.testing import CompileCounter
-
     counter, model, ids, counts = CompileCounter(), awaken(stream(GPT2, "grc_stream")), words(2, 6), []
     given = GREEDY | {"use_cache": False, "return_dict_in_generate": False}
     calls = [given | {"max_new_tokens": tokens} for tokens in (11, 23)]
