@@ -124,7 +124,7 @@ def _cast(inputs: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
 @cases(MAIN)
 def test_autocast_trains(case: Case) -> None:
     model = case.build()
-    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    optimizer = torch.optim.SGD(model.parameters(), 0.02)
     losses = []
     for _ in range(6):
         optimizer.zero_grad()
@@ -133,7 +133,7 @@ def test_autocast_trains(case: Case) -> None:
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    assert min(losses) < losses[0] - 0.01
+    assert losses[-1] < losses[0] - 0.01
     assert all(p.dtype == torch.float32 and p.isfinite().all() for p in model.parameters())
     assert all(cache.cache_MC.dtype == torch.float32 for cache in caches(model))
     fresh = states.signature(model.init_state(ROWS))  # type: ignore[operator]

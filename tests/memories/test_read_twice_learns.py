@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from common import TORCH
 from memories.learning import accuracy, trained, untrained
 from memories.test_read_twice import BLOCK, DOCUMENT, ROWS, build, h_of, logits, tokens
 from torch import nn
@@ -68,7 +69,7 @@ def heard(memory: dict[str, Any] | None, passes: int) -> float:
 
 
 def test_a_question_is_answered_from_the_last_block_and_not_without_a_memory() -> None:
-    assert answered(DOCUMENT, passes=2) > 0.9
+    assert answered(DOCUMENT, passes=2) > (0.95 if TORCH >= (2, 9) else 0.9)  # other initial weights
     assert answered(None, 1, steps=200) < 1 / VALUES + 0.05
 
 
