@@ -92,8 +92,8 @@ def check_training(case: Case, backend: Any) -> None:
     run = compiled(model, backend)
     state, other = model.init_state(ROWS), reference.init_state(ROWS)
     for index, segment in enumerate(segments(case, 6)):
-        torch._dynamo.config.error_on_recompile = index >= 4  # graphs for a fresh, an attached and a detached state
-        out, expected = run(segment, state), reference(segment, other)
+        with torch._dynamo.config.patch(error_on_recompile=index >= 4):  # for a fresh, attached and detached state
+            out, expected = run(segment, state), reference(segment, other)
         assert_near(out.outputs, expected.outputs)
         state, other = out.state, expected.state
         if index % 2 or not case.language:
