@@ -22,7 +22,7 @@ from cached_transformers.loops.replay import ReplayLoop
 from cached_transformers.loops.segments import SegmentLoop
 from cached_transformers.memories.grc.shared_cache import caches, commit_caches
 
-MEMORIES = ("rmt", "grc_stream")
+MEMORIES = ("rmt", "grc_stream", "delta_mem")
 ALIKE = ("model.dropout=0.0", "training.evaluate_every=3", "training.log_every=1", "training.accumulate=2")
 SGD = (*ALIKE, "training.steps=3", "training.bptt=2", "optimizer.name=sgd", "training.clip_norm=0.1")
 """Adam divides gradients that ought to be 0 by their own size, and so shows the last digit of them in the first."""
