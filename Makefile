@@ -89,7 +89,7 @@ facts: $(VENV)/.installed-dev  ## write again what the command line, the README 
 	$(BIN)/python -m cached_lab.experiments.facts
 	$(BIN)/python tools/docs_facts.py
 
-support: $(VENV)/.installed-dev  ## try every family of models with every memory, and write docs/support.md
+support: $(VENV)/.installed-dev  ## try every family of models with memories of each kind, and write docs/support.md
 	rm -rf build/support
 	SUPPORT_CELLS=build/support $(PYTEST) -q -m slow tests/integrations/test_support.py -k a_family
 	SUPPORT_CELLS=build/support SUPPORT_TABLE=write $(PYTEST) -q -m slow tests/integrations/test_support.py -k the_table

@@ -28,13 +28,14 @@ WRAPPED: dict[str, Callable[..., None]] = {
 }
 EACH = {"train": checks.trains, "save": checks.saves, "checkpointing": checks.checkpoints}
 TEXT = {"generate": checks.generates, "beams": checks.searches}
-DECODER: dict[str, Callable[..., None]] = {**EACH, **TEXT, "compile": checks.compiles}
+DECODER: dict[str, Callable[..., None]] = {**EACH, **TEXT, **WRAPPED, "compile": checks.compiles}
 SHARED: dict[str, Callable[..., None]] = {**EACH, **WRAPPED, "compile": checks.shared_compiles}
 PAIR = SHARED | TEXT
 CHECKPOINT = "real checkpoint"
 """The column of trained models in which closed gates changed nothing, a step trained the memory, and it was saved."""
 SAID = {
     wrapped.FRAMES: "by SegmentLoop",
+    "is incompatible with Mamba-based models": "not in PEFT on every layer",
     "does not support activation checkpointing": "not in transformers",
     "timm runs blocks again without the memory's state": "not with a state",
 }
