@@ -44,7 +44,7 @@ RECURRENT: dict[str, Contract] = {
         cost=Cost({"length": M, "key_width": 4}, lambda: LAYERS * armt(M, 4, 24)),
     ),
     "armt/full": Contract(
-        options={"length": 3, "key_width": 9, "nu": 1, "mask": "full", "correction": False},
+        options={"length": 3, "key_width": 9, "nu": 1, "mask": "full", "correction": False, "value_scale": 0.5},
         bytes_per_row=lambda d: DEPTH * 4 * (2 * 9) * (d + 1) + 8,
         model={"norm": "post", "positions": "relative"},
     ),

@@ -43,7 +43,7 @@ def slow_write(m_MD: Tensor, memory: ARMT, layer: int, A_DK: Tensor, z_K: Tensor
             beta = beta * (beta > 0) if beta < 1 else torch.ones_like(beta)
         old_D = (A_DK @ phi_K) / (z_K @ phi_K + 1e-5)
         gamma = 1 - (z_K @ phi_K) / (phi_K @ phi_K + 1e-5)
-        new_A = new_A + beta * torch.outer(memory.values[layer].weight @ m_D - old_D, phi_K)
+        new_A = new_A + beta * torch.outer(memory.value_scale * memory.values[layer].weight @ m_D - old_D, phi_K)
         new_z = new_z + min(max(gamma.item(), 0.0), 1.0) * phi_K
     return new_A, new_z
 
@@ -72,9 +72,9 @@ def slow_model(model: Any, segments: tuple[Tensor, ...]) -> list[Tensor]:
     return outputs
 
 
-@pytest.mark.parametrize("write_gate", ["sigmoid", "stretched"])
-def test_the_model_is_its_slow_twin_with_gradients(write_gate: str) -> None:
-    model, ids = build(armt(write_gate=write_gate)), segments(3)
+@pytest.mark.parametrize("options", [{}, {"write_gate": "stretched"}, {"value_scale": 0.8}], ids=str)
+def test_the_model_is_its_slow_twin_with_gradients(options: dict[str, Any]) -> None:
+    model, ids = build(armt(**options)), segments(3)
     got = [out.outputs for out in run(model, ids)]
     assert (got[2] - build()(ids[2]).outputs).abs().max() > 0.1
     agree(got, slow_model(model, ids), model, atol=1e-9, grads=1e-7, rtol=1e-6)

@@ -41,7 +41,7 @@ def test_a_choice_that_is_none_is_named(name: str, option: str) -> None:
 
 
 SIZES = {
-    "armt": "length key_width nu",
+    "armt": "length key_width nu value_scale",
     "attention_cache": "length ratio",
     "block_retrieval": "recent block topk observe capacity sinks=-1",
     "block_recurrent": "length feed_forward initial_scale",

@@ -30,7 +30,7 @@ from cached_transformers.interfaces.probing import Probing, fixed
 from cached_transformers.registry import MEMORIES
 
 from .parts.memory_tokens import carried_norm, check_tokens, surround, visible_round
-from .parts.options import NO_MEMORY, Gate, gated
+from .parts.options import NO_MEMORY, Gate, check_positive, gated
 from .parts.recurrent import wrote
 
 own_word("slots_in_front", "slots that are read before each block, whose result replaces the block's tokens")
@@ -118,7 +118,7 @@ LONG = {"write_gate": "stretched"}
     gradient="through the associations, over `bptt` segments; none through gamma",
     without={"bias": "mask='causal'"},
     probe=Probing(fixed(length=4, key_width=16), farther=fixed(length=4, key_width=16, **LONG)),
-    presets={"long": LONG},
+    presets={"long": LONG, "text": {"value_scale": 0.1}},
 )
 class ARMT(ModelMemory):
     """Memory tokens after each segment, stored layer by layer as associations that the next segments read.
@@ -133,9 +133,9 @@ class ARMT(ModelMemory):
         correction: gamma, by which a key counts once; False adds its mass every time.
         write_gate: beta; a "sigmoid" as in the paper, by which every segment that says nothing stores a little, or
             "stretched", which can close (arXiv:1712.01312).
+        value_scale: ours, a factor of the values v; at 1 they soon drown small embeddings (`preset="text"`: 0.1).
         mask: of a causal model: memory tokens see each other in the "causal" order, or "full" (a bias for the core).
-        causal, depth: of the model, which hands them over. norm: "pre" or "post", where its norms are; with "post" what
-            is written has no further norm.
+        causal, depth, norm: of the model, which hands them over; with norm="post" what is written has no further norm.
     """
 
     needs = frozenset({"state", "tokens_round", "slots_in_front", "layer_traces"})
@@ -150,6 +150,7 @@ class ARMT(ModelMemory):
         nu: int = 3,
         correction: bool = True,
         write_gate: Gate = "sigmoid",
+        value_scale: float = 1.0,
         mask: str = "causal",
         causal: bool = True,
         depth: int = 1,
@@ -158,8 +159,9 @@ class ARMT(ModelMemory):
         super().__init__()
         check_tokens(length, mask)
         at_least_one(NO_MEMORY, key_width=key_width, nu=nu, depth=depth)
+        check_positive(value_scale=value_scale)
         self.width, self.length, self.key_width, self.nu, self.depth = width, length, key_width, nu, depth
-        self.correction, self.full = correction, causal and mask == "full"
+        self.correction, self.full, self.value_scale = correction, causal and mask == "full", value_scale
         self.write_gate: Gate = write_gate
         self.extra_tokens = length
         self.needs |= {"bias"} if self.full else set()
@@ -200,7 +202,7 @@ class ARMT(ModelMemory):
             torch.stack([linear(m) for linear, m in zip(linears, made_BLMD.unbind(1), strict=True)], 1)
             for linears in (self.keys, self.values, self.shares)
         )
-        keys, values, shares = (t.to(state.values_BLKD.dtype) for t in (keys, values, shares))
+        keys, values, shares = (t.to(state.values_BLKD.dtype) for t in (keys, self.value_scale * values, shares))
         values_BLKD, mass_BLK = store(
             *before, dpfp(keys, self.nu), values, gated(shares, self.write_gate), corrected=self.correction
         )

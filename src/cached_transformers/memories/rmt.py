@@ -131,9 +131,7 @@ class RMT(ModelMemory):
         check_tokens(length, mask, cache)
         at_least_one("; 0 for no retrieval", least=0, slots=slots)
         if initial_carry is not None and not 0 <= initial_carry < math.inf:
-            raise ValueError(
-                f"initial_carry={initial_carry} must be at least 0 and finite; None carries tokens as they are"
-            )
+            raise ValueError(f"initial_carry={initial_carry} must be at least 0 and finite; None carries outputs")
         if read_cache and not cache:
             raise ValueError("read_cache=True needs tokens to read; give cache=..., or take read_cache=False")
         self.width, self.heads, self.length, self.cache, self.read_cache = width, heads, length, cache, read_cache
