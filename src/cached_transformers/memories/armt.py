@@ -10,7 +10,7 @@ associative matrix of that layer, by a delta rule; the tokens of the next segmen
               z <- z + sum_i gamma_i phi(k_i),                gamma_i = 1 - z . phi(k_i) / |phi(k_i)|^2
 
 for k_i, v_i = W_K m_i, s W_V m_i (s is `value_scale`, 1 in the paper) of the layer's outputs m_i at the memory tokens,
-all against the A and z at the start of the segment. gamma counts a key once: without it z grows, and stored values fade.
+all against the A and z at the start of a segment. gamma counts a key once, or z would grow and stored values fade.
 
 Legend: B rows, N tokens, M memory tokens, L layers, D model width, C key width, K = 2 nu C features.
 """
